@@ -1,0 +1,1 @@
+"""What every part needs and nothing else: formats, architecture questions, argument checks, op registration, kernel launches."""

@@ -1,0 +1,95 @@
+"""Argument checks. Each error names the op, the argument, what came and what is accepted; none reads the device."""
+
+from collections.abc import Iterable
+
+import torch
+
+from moe_ops.core.arch import unsupported_reason
+
+
+def _shape(t: torch.Tensor) -> str:
+    return f"shape {tuple(t.shape)} with strides {tuple(t.stride())}"
+
+
+def is_tensor(op: str, name: str, t: object) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def dtype(op: str, name: str, t: torch.Tensor, allowed: Iterable[torch.dtype]) -> None:
+    allowed = tuple(allowed)
+    if t.dtype not in allowed:
+        raise TypeError(f"{op}: {name} must be {' or '.join(str(d).removeprefix('torch.') for d in allowed)}, got {str(t.dtype).removeprefix('torch.')}")
+
+
+def ndim(op: str, name: str, t: torch.Tensor, allowed: Iterable[int]) -> None:
+    allowed = tuple(allowed)
+    if t.dim() not in allowed:
+        raise ValueError(f"{op}: {name} must be {' or '.join(f'{n}-D' for n in allowed)}, got {_shape(t)}")
+
+
+def shape(op: str, name: str, t: torch.Tensor, wanted: tuple[int | None, ...]) -> None:
+    """Each entry of `wanted` is a size, or None for any."""
+    if t.dim() != len(wanted) or any(w is not None and w != s for w, s in zip(wanted, t.shape, strict=True)):
+        pretty = "(" + ", ".join("*" if w is None else str(w) for w in wanted) + ")"
+        raise ValueError(f"{op}: {name} must have shape {pretty}, got {_shape(t)}")
+
+
+def last_stride_one(op: str, name: str, t: torch.Tensor) -> None:
+    if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(f"{op}: {name} must have last stride 1, got {_shape(t)}")
+
+
+def contiguous(op: str, name: str, t: torch.Tensor) -> None:
+    if not t.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got {_shape(t)}")
+
+
+def same_device(op: str, **tensors: torch.Tensor | None) -> torch.device:
+    """All given tensors on one supported device; returns it."""
+    first_name, device = "", None
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if device is None:
+            first_name, device = name, t.device
+        elif t.device != device:
+            raise ValueError(f"{op}: {name} is on {t.device} but {first_name} is on {device}; all tensors must be on one device")
+    if device is None:
+        raise ValueError(f"{op}: no tensor given")
+    if device.type != "cpu" and device.type != "meta":
+        reason = unsupported_reason(device)
+        if reason is not None:
+            raise ValueError(f"{op}: {reason}")
+    return device
+
+
+def no_grad(op: str, **tensors: torch.Tensor | None) -> None:
+    """These ops have no backward; a result detached in silence would be worse than an error."""
+    if not torch.is_grad_enabled():
+        return
+    for name, t in tensors.items():
+        if t is not None and t.requires_grad:
+            raise ValueError(f"{op}: {name} requires grad, and this op is for inference only: call it under torch.no_grad() or pass {name}.detach()")
+
+
+def one_of(op: str, name: str, value: object, allowed: Iterable[object]) -> None:
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(repr(a) for a in allowed)}, got {value!r}")
+
+
+def int_range(op: str, name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{op}: {name} must be between {low} and {high}, got {value}")
+
+
+def device_counts(op: str, name: str, t: torch.Tensor, numel: int | None = None) -> None:
+    """Counts or offsets that kernels read on the device: contiguous int32, of `numel` entries where given."""
+    is_tensor(op, name, t)
+    dtype(op, name, t, (torch.int32,))
+    if t.dim() > 1 or (numel is not None and t.numel() != numel):
+        raise ValueError(f"{op}: {name} must be 1-D with {'any number of' if numel is None else numel} entries, got {_shape(t)}")
+    contiguous(op, name, t)
