@@ -1,0 +1,70 @@
+# make demo | test | lint | test-gpu | test-all | bench
+#
+# Every target sets up what it needs in .venv. On a machine whose Python already has torch and Triton,
+#   make TARGET VENV=0 PYTHON=python3.12
+# uses that interpreter as it is and installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Worker processes of pytest on a machine without a GPU.
+JOBS ?= 2
+# A plain install of torch brings no Triton on a CPU machine, and a CUDA build of torch 2.13 refuses another Triton than this.
+TORCH ?= torch==2.13.0 triton==3.7.1
+TRANSFORMERS ?= transformers==5.17.0
+# Other Triton versions that every kernel must compile with; `make test-all` fetches them next to .venv.
+OTHER_TRITONS ?= 3.6.0 3.9.0
+
+ifeq ($(VENV),0)
+PY := PYTHONPATH=. $(PYTHON)
+READY :=
+READY_LINT :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+READY_LINT := $(VENV)/.ready-lint
+endif
+
+# the folder's name is the GPU's: nvidia_h200
+DEVICE = $(shell $(PY) -m moe_ops.bench --device)
+RESULTS ?= benchmarks/results/$(DEVICE)/test_gpu.json
+COMMIT ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null)
+
+.PHONY: demo test lint test-gpu test-all bench setup
+
+setup: $(READY)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet $(TORCH) $(TRANSFORMERS) -e '.[hf,test]'
+	touch $@
+
+$(VENV)/.ready-lint: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet -e '.[lint]'
+	touch $@
+
+demo: $(READY)
+	$(PY) -m moe_ops demo
+
+test: $(READY)
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal --all-kernels
+
+lint: $(READY_LINT)
+	$(PY) -m ruff check .
+	$(PY) -m pyright
+	PYTHONPATH=. $(if $(READY_LINT),$(VENV)/bin/lint-imports,lint-imports) --no-cache
+
+# One GPU, one process: tests that fill the memory must not meet each other.
+test-gpu: $(READY)
+	$(PY) -m pytest -q --require-gpu --results "$(RESULTS)" --commit "$(COMMIT)"
+
+test-all: test $(READY)
+	for v in $(OTHER_TRITONS); do \
+	    test -d build/triton-$$v || $(PY) -m pip install --quiet --no-deps --target build/triton-$$v triton==$$v || exit 1; \
+	    PYTHONPATH=build/triton-$$v:. $(if $(READY),$(VENV)/bin/python,$(PYTHON)) tests/compile_cases.py 90 100 120 || exit 1; \
+	done
+
+bench: $(READY)
+	for f in benchmarks/*/bench_*.py; do $(PY) $$f --commit "$(COMMIT)" || exit 1; done

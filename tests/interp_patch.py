@@ -1,0 +1,46 @@
+"""Correct casts and bf16 dots for Triton's CPU interpreter, applied by conftest.py before any kernel module is imported.
+
+Unpatched (3.6.0 to 3.9.0), the interpreter casts fp32 to e4m3 wrongly (ties, subnormals, carry, NaN, overflow), truncates fp32 to bf16
+and multiplies raw bits in a bf16 `tl.dot`. Patched, all bf16 patterns, two million random floats and all ties are byte-equal to torch.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+TYPES = {
+    tl.float32: (torch.float32, torch.int32),
+    tl.float64: (torch.float64, torch.int64),
+    tl.float16: (torch.float16, torch.int16),
+    tl.bfloat16: (torch.bfloat16, torch.int16),
+    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+    tl.float8e5: (torch.float8_e5m2, torch.uint8),
+}
+CARRIER = {8: np.uint8, 16: np.int16, 32: np.int32, 64: np.int64}
+original_convert, original_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+
+def convert_float(x, src, dst, rounding):
+    if src not in TYPES or dst not in TYPES:
+        return original_convert(x, src, dst, rounding)
+    bits = np.ascontiguousarray(x).view(CARRIER[src.primitive_bitwidth])
+    value = torch.from_numpy(bits.copy()).view(TYPES[src][0])
+    out = value.to(TYPES[dst][0])
+    if dst == tl.float8e4nv:  # the hardware's cvt.rn.satfinite saturates, infinities too, and keeps NaN
+        f = value.float()
+        out = torch.where(f.isnan(), f, f.clamp(-448, 448)).to(torch.float8_e4m3fn)
+    return out.view(TYPES[dst][1]).numpy().view(getattr(np, f"uint{dst.primitive_bitwidth}")).reshape(x.shape)
+
+
+def create_dot(self, a, b, acc, *rest):
+    def widen(h):
+        if h.dtype.scalar not in (tl.bfloat16, tl.float8e4nv):
+            return h
+        return interpreter.TensorHandle(convert_float(h.data, h.dtype.scalar, tl.float32, None).view(np.float32), tl.float32)
+
+    return original_dot(self, widen(a), widen(b), acc, *rest)
+
+
+interpreter._convert_float = convert_float
+interpreter.InterpreterBuilder.create_dot = create_dot

@@ -1,0 +1,20 @@
+"""Every kernel compiles for every architecture (tests/compile_cases.py, in a process of its own: this one may run the interpreter)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RUNNER = Path(__file__).parent / "compile_cases.py"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="make test compiles ahead, on machines without a GPU")
+@pytest.mark.parametrize("capability", (90, 100, 120))
+def test_every_kernel_compiles(capability):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, str(RUNNER), str(capability)], env=env, cwd=RUNNER.parent.parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-5000:]
