@@ -35,6 +35,11 @@ class Arch:
         return self.capability >= 89
 
     @property
+    def has_tma(self) -> bool:
+        """Bulk tensor copies (tensor descriptors) exist from SM90 on; the interpreter has them too."""
+        return self.capability >= 90 or self.capability == 0
+
+    @property
     def has_wgmma(self) -> bool:
         return self.capability == 90
 

@@ -60,6 +60,11 @@ def _install_hook() -> None:
 _install_hook()
 
 
+def runs_kernels(t: torch.Tensor) -> bool:
+    """Whether a launch on `t` runs or compiles a kernel: on a GPU, in Triton's interpreter, and inside `compile_for`."""
+    return t.is_cuda or knobs.runtime.interpret or _compiled is not None
+
+
 def _describe(args: tuple[Any, ...]) -> str:
     return ", ".join(f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" for a in args if isinstance(a, torch.Tensor))
 
@@ -118,6 +123,7 @@ def compile_for(capability: int) -> Iterator[list[tuple[str, str, Any]]]:
     """
     global _compiled
     _compiled = []
+    active = driver._active  # None while nothing asked for it: reset_active() would look for a GPU
     override = os.environ.get("MOE_OPS_ARCH")
     os.environ["MOE_OPS_ARCH"] = str(capability)
     driver.set_active(_OfflineDriver(capability))
@@ -130,7 +136,7 @@ def compile_for(capability: int) -> Iterator[list[tuple[str, str, Any]]]:
         if override is not None:
             os.environ["MOE_OPS_ARCH"] = override
         _forget_compiled()
-        driver.reset_active()
+        driver.set_active(active)
 
 
 def _forget_compiled() -> None:

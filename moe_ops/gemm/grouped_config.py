@@ -1,0 +1,135 @@
+"""Configs of the grouped GEMM: one frozen dataclass, one legality function, one heuristic that needs no database."""
+
+from dataclasses import astuple, dataclass
+
+from moe_ops.core.arch import Arch
+from moe_ops.core.formats import ceil_div
+
+#: Formats of the operands: the quantized ones, and "plain" for bf16 or fp16 on both sides.
+GEMM_FORMATS = ("fp8_block", "mxfp8", "plain")
+
+
+@dataclass(frozen=True)
+class GroupedGemmConfig:
+    """How one grouped GEMM runs.
+
+    Attributes:
+        block_m: routed rows of a tile.
+        block_n: weight rows (output columns) of a tile; a power of two that divides 128, so that a tile sees one 128-wide scale block.
+        block_k: step along K; 128 for fp8_block; 32 for mxfp8 promoted in fp32, 128 for mxfp8 by the block-scaled instruction.
+        warps: warps of a program.
+        stages: depth of the software pipeline.
+        programs: programs per multiprocessor; 0 launches one program for each tile that could exist.
+        swap: weights as the first operand of the tensor-core instruction (its M dimension): for few rows per expert.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    programs: int
+    swap: bool
+
+    def ints(self) -> list[int]:
+        """The config as it crosses an op boundary."""
+        return [int(v) for v in astuple(self)]
+
+    @staticmethod
+    def of_ints(values: list[int]) -> "GroupedGemmConfig":
+        *ints, swap = values
+        return GroupedGemmConfig(*ints, bool(swap))
+
+
+@dataclass(frozen=True)
+class GroupedGemmProblem:
+    """What decides which kernel and config run.
+
+    Attributes:
+        rows: rows there is room for (packed), or E * capacity (masked); an upper bound, the filled ones are known on the device alone.
+        experts: E.
+        n, k: weight rows and reduction length.
+        fmt: one of `GEMM_FORMATS`.
+    """
+
+    rows: int
+    experts: int
+    n: int
+    k: int
+    fmt: str
+
+    @property
+    def rows_per_expert(self) -> int:
+        return ceil_div(self.rows, max(1, self.experts))
+
+
+def shared_bytes(cfg: GroupedGemmConfig, fmt: str) -> int:
+    """Shared memory of the operand ring, in bytes."""
+    return cfg.stages * (cfg.block_m + cfg.block_n) * cfg.block_k * (2 if fmt == "plain" else 1)
+
+
+def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) -> str | None:
+    """None when `cfg` can run `problem` on `arch`, else why not."""
+    for name in ("block_m", "block_n", "block_k", "warps"):
+        value = getattr(cfg, name)
+        if value < 1 or value & (value - 1):
+            return f"{name} must be a power of two, got {value}"
+    if cfg.block_m < 16:
+        return f"block_m must be at least 16, got {cfg.block_m}"
+    if not 16 <= cfg.block_n <= 128:
+        return f"block_n must be between 16 and 128, got {cfg.block_n}"
+    if problem.fmt == "fp8_block" and cfg.block_k != 128:
+        return f"fp8_block needs block_k = 128 (one scale a step), got {cfg.block_k}"
+    mx_k = 128 if arch.has_block_scaled_mma else 32
+    if problem.fmt == "mxfp8" and cfg.block_k != mx_k:
+        return f"mxfp8 needs block_k = {mx_k} on {arch.name}, got {cfg.block_k}"
+    if problem.fmt == "plain" and not 16 <= cfg.block_k <= 128:
+        return f"plain needs block_k between 16 and 128, got {cfg.block_k}"
+    if cfg.swap and cfg.block_n < 64:
+        return f"swap needs block_n >= 64 (the instruction's M), got {cfg.block_n}"
+    if cfg.warps not in (4, 8):
+        return f"warps must be 4 or 8, got {cfg.warps}"
+    if not 1 <= cfg.stages <= 12:
+        return f"stages must be between 1 and 12, got {cfg.stages}"
+    if not 0 <= cfg.programs <= 16:
+        return f"programs must be between 0 and 16, got {cfg.programs}"
+    need = shared_bytes(cfg, problem.fmt)
+    if need + 2048 > arch.smem:
+        return f"needs {need} bytes of shared memory, {arch.name} has {arch.smem}"
+    return None
+
+
+def heuristic(problem: GroupedGemmProblem, arch: Arch) -> GroupedGemmConfig:
+    """A config for every problem, from its size alone."""
+    m = problem.rows_per_expert
+    if problem.fmt == "mxfp8":
+        if not arch.has_block_scaled_mma:
+            return GroupedGemmConfig(16, 64, 32, 4, 8, 4, True) if m <= 32 else GroupedGemmConfig(64, 64, 32, 4, 6, 3, False)
+        # 128 rows in the instruction's M: with 64, SM100 widens both operands to 16 bits
+        return GroupedGemmConfig(32, 128, 128, 4, 3, 2, True) if m <= 32 else GroupedGemmConfig(128, 128, 128, 8, 3, 1, False)
+    block_k = 64 if problem.fmt == "plain" else 128
+    small = arch.smem < 150_000  # SM89 and SM120: less than half of Hopper's shared memory
+    if m <= 16:
+        return GroupedGemmConfig(16, 64, block_k, 4, 3 if small else 4, 4, True)
+    if m <= 32:
+        return GroupedGemmConfig(32, 64, block_k, 4, 3 if small else 4, 3, True)
+    # 206 registers a thread in fp8_block: two programs an SM, and four stages fit
+    return GroupedGemmConfig(64, 128, block_k, 4, 2 if small else 4, 1 if small else 2, False)
+
+
+def search_space(problem: GroupedGemmProblem, arch: Arch) -> list[GroupedGemmConfig]:
+    """Every legal config worth timing for `problem`."""
+    out = []
+    block_k = {"plain": 64, "fp8_block": 128, "mxfp8": 128 if arch.has_block_scaled_mma else 32}[problem.fmt]
+    for bm in (16, 32, 64, 128):
+        for bn in (64, 128):
+            for warps in (4, 8):
+                for stages in (2, 3, 4, 5, 6):
+                    for programs in (0, 1, 2, 3, 4):
+                        for swap in (True, False):
+                            if swap == (bm >= 64):
+                                continue
+                            cfg = GroupedGemmConfig(bm, bn, block_k, warps, stages, programs, swap)
+                            if is_legal(cfg, problem, arch) is None:
+                                out.append(cfg)
+    return out
