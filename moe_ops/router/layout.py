@@ -1,0 +1,297 @@
+"""The token layout: from expert ids [T, k] to counts, offsets, row order and its inverse, in one launch without atomics.
+
+    pair p = t * k + j chose expert e        rows of expert e:   offsets[e] .. offsets[e] + counts[e]
+    order[row] = p                           inverse[t, j] = row      (both -1 where there is nothing)
+
+Rows are sorted by (local expert, t, j). Each program owns a few experts and scans all pairs twice: once to count its experts and all pairs
+before them, once to place its pairs by a running sum. So no program waits for another, and the same input gives the same order in every run.
+The same kernel brings foreign ids into canonical form (int32, -1 for whatever is not a local expert) in the same launch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.core.arch import Arch, arch_of
+from moe_ops.core.formats import ceil_div
+from moe_ops.core.launch import launch, runs_kernels
+from moe_ops.core.ops import register
+
+#: Most pairs (tokens * top_k) of one call: row numbers are int32, and a scan looks up to one block past the end.
+MAX_PAIRS = 2**31 - 2**16
+
+LayoutTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """Experts of one program, pairs of one scan step, and warps."""
+
+    block_e: int
+    block_n: int
+    num_warps: int
+
+
+def heuristic(pairs: int, num_local: int, arch: Arch) -> LayoutConfig:
+    """As many programs as SMs, and three sizes of scan step, so that batch sizes share compiled kernels."""
+    block_e = min(16, triton.next_power_of_2(ceil_div(num_local, arch.sms)))
+    if pairs <= 256:
+        return LayoutConfig(block_e, 256, 4)
+    if pairs <= 4096:
+        return LayoutConfig(block_e, 1024, 4 if block_e <= 2 else 8)
+    return LayoutConfig(block_e, 8192 // max(2, block_e), 16)
+
+
+def valid_rows(num_valid: torch.Tensor | None, rows: int) -> torch.Tensor | int:
+    """`num_valid` clamped to [0, rows], still on its device."""
+    return rows if num_valid is None else num_valid.reshape(()).clamp(0, rows)
+
+
+def local_ids_ref(
+    ids: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+) -> torch.Tensor:
+    """Local expert of each pair, int64 [T, k]; -1 for padding, out of range and remote."""
+    ids = ids.long()
+    real = torch.arange(ids.shape[0], device=ids.device)[:, None] < valid_rows(num_valid, ids.shape[0])
+    ok = real & (ids >= 0) & (ids < num_experts)
+    safe = torch.where(ok, ids, 0)
+    local = safe - first if expert_map is None else expert_map.long()[safe]
+    return torch.where(ok & (local >= 0) & (local < num_local), local, -1)
+
+
+def routing_layout_ref(
+    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+) -> LayoutTensors:
+    """Definition of `moe_ops::routing_layout`: a stable sort of the pairs by local expert."""
+    local = local_ids_ref(ids, num_experts, num_local, first, expert_map, num_valid)
+    out_ids = torch.where(local >= 0, ids.long(), -1).to(torch.int32)
+    out_weights = torch.where(local >= 0, weights.float(), 0.0)
+    n = local.numel()
+    key = torch.where(local >= 0, local, num_local).flatten()
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device).scatter_add_(0, key, torch.ones_like(key))[:num_local]
+    offsets = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
+    offsets[1:] = counts.cumsum(0)
+    row = torch.arange(n, device=ids.device)
+    pair = key.sort(stable=True).indices
+    order = torch.where(row < offsets[-1], pair, -1)
+    inverse = torch.empty_like(row).scatter_(0, pair, row)
+    inverse = torch.where(key < num_local, inverse, -1).view_as(local)
+    return out_ids, out_weights, *(t.to(torch.int32) for t in (counts, offsets, order, inverse))
+
+
+@triton.jit
+def local_expert(raw, ok, map_ptr, num_experts, num_local, first):
+    """Local expert of each raw global id (int32 or int64), -1 where `ok` is false or the expert is not here."""
+    ok = ok & (raw >= 0) & (raw < num_experts)
+    local = tl.where(ok, raw, 0).to(tl.int32)
+    if map_ptr is None:
+        local = local - first
+    else:
+        local = tl.load(map_ptr + local, mask=ok, other=-1).to(tl.int32)
+    return tl.where(ok & (local >= 0) & (local < num_local), local, -1)
+
+
+@triton.jit
+def valid_tokens(num_valid_ptr, T):
+    """How many of the T rows are real: the device scalar clamped to [0, T]."""
+    valid = T
+    if num_valid_ptr is not None:
+        valid = tl.minimum(tl.maximum(tl.load(num_valid_ptr), 0), T).to(tl.int32)
+    return valid
+
+
+@triton.jit
+def _pair_offsets(pair, stride_t, stride_j, TOP_K: tl.constexpr, FLAT: tl.constexpr):
+    if FLAT:
+        return pair
+    else:  # two returns of different types need the branch to be known when compiling
+        return (pair // TOP_K).to(tl.int64) * stride_t + (pair % TOP_K).to(tl.int64) * stride_j
+
+
+@triton.jit(do_not_specialize=["T", "num_local", "first", "stride_it", "stride_ij", "stride_wt", "stride_wj"])
+def _routing_layout_kernel(
+    ids_ptr,
+    weights_ptr,
+    num_valid_ptr,
+    map_ptr,
+    out_ids_ptr,
+    out_weights_ptr,
+    counts_ptr,
+    offsets_ptr,
+    order_ptr,
+    inverse_ptr,
+    T,
+    num_experts: tl.constexpr,
+    num_local,
+    first,
+    stride_it,
+    stride_ij,
+    stride_wt,
+    stride_wj,
+    TOP_K: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Counts, offset and row placement of BLOCK_E experts, and an interleaved share of what belongs to pairs or rows without an expert."""
+    first_owned = tl.program_id(0) * BLOCK_E
+    experts = first_owned + tl.arange(0, BLOCK_E)
+    lanes = tl.arange(0, BLOCK_N)
+    pairs = T * TOP_K
+    filled = valid_tokens(num_valid_ptr, T) * TOP_K
+
+    before = tl.zeros([BLOCK_N], tl.int32)
+    placed = tl.zeros([BLOCK_N], tl.int32)
+    owned = tl.zeros([BLOCK_E, BLOCK_N], tl.int32)
+    for start in range(0, filled, BLOCK_N):
+        pair = start + lanes
+        raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
+        local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
+        before += ((local >= 0) & (local < first_owned)).to(tl.int32)
+        placed += (local >= 0).to(tl.int32)
+        owned += (local[None, :] == experts[:, None]).to(tl.int32)
+    count = tl.sum(owned, axis=1)
+    next_row = tl.sum(before, axis=0) + tl.cumsum(count, axis=0) - count
+    total = tl.sum(placed, axis=0)
+    tl.store(counts_ptr + experts, count, mask=experts < num_local)
+    tl.store(offsets_ptr + experts, next_row, mask=experts < num_local)
+    if first_owned == 0:
+        tl.store(offsets_ptr + num_local, total)
+
+    for start in range(0, filled, BLOCK_N):
+        pair = start + lanes
+        raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
+        local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
+        hit = (local[None, :] == experts[:, None]).to(tl.int32)
+        row = tl.sum(hit * (next_row[:, None] + tl.cumsum(hit, axis=1) - 1), axis=0)  # a pair hits at most one expert
+        mine = (local >= first_owned) & (local < first_owned + BLOCK_E)
+        tl.store(order_ptr + row, pair, mask=mine)
+        tl.store(inverse_ptr + pair, row, mask=mine)
+        next_row += tl.sum(hit, axis=1)
+
+    for start in range(tl.program_id(0) * BLOCK_N, pairs, tl.num_programs(0) * BLOCK_N):
+        pair = start + lanes
+        raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
+        local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
+        inside = pair < pairs
+        tl.store(inverse_ptr + pair, tl.full([BLOCK_N], -1, tl.int32), mask=inside & (local < 0))
+        tl.store(order_ptr + pair, tl.full([BLOCK_N], -1, tl.int32), mask=inside & (pair >= total))
+        if out_ids_ptr is not None:
+            weight = tl.load(weights_ptr + _pair_offsets(pair, stride_wt, stride_wj, TOP_K, FLAT), mask=local >= 0, other=0.0)
+            tl.store(out_ids_ptr + pair, tl.where(local >= 0, raw.to(tl.int32), -1), mask=inside)
+            tl.store(out_weights_ptr + pair, weight.to(tl.float32), mask=inside)
+
+
+def layout_into(
+    ids: torch.Tensor,
+    counts: torch.Tensor,
+    offsets: torch.Tensor,
+    order: torch.Tensor,
+    inverse: torch.Tensor,
+    *,
+    num_experts: int,
+    first: int = 0,
+    expert_map: torch.Tensor | None = None,
+    num_valid: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    out_ids: torch.Tensor | None = None,
+    out_weights: torch.Tensor | None = None,
+) -> None:
+    """Write the token layout of `ids` into given buffers; one launch, no allocation, no checks.
+
+    Args:
+        ids: (T, k) int32 or int64, any strides: global expert ids; anything outside [0, num_experts) counts as none.
+        counts: (E_local,) int32, written; its size says how many local experts there are.
+        offsets: (E_local + 1,) int32, written.
+        order: (T * k,) int32, written.
+        inverse: (T, k) int32 contiguous, written.
+        num_experts: number of global experts.
+        first: first global expert of the local window (unused with `expert_map`).
+        expert_map: (num_experts,) int32 or int64 contiguous: local expert of each global one, or -1.
+        num_valid: int32 or int64 device scalar; rows from there on are not read.
+        weights, out_ids, out_weights: all three or none: (T, k) weights of any float dtype and strides, and contiguous int32 / fp32
+            buffers for the canonical ids (-1 where no local expert) and weights (0 there).
+    """
+    if not runs_kernels(ids):
+        given = ids if weights is None else weights
+        results = routing_layout_ref(ids, given, num_experts, counts.shape[0], first, expert_map, num_valid)
+        for out, result in zip((out_ids, out_weights, counts, offsets, order, inverse), results, strict=True):
+            if out is not None:
+                out.copy_(result.view(out.shape))
+        return
+    tokens, top_k = ids.shape
+    config = heuristic(tokens * top_k, counts.shape[0], arch_of(ids.device))
+    launch(
+        "routing_layout",
+        _routing_layout_kernel,
+        (ceil_div(counts.shape[0], config.block_e),),
+        ids,
+        weights,
+        num_valid,
+        expert_map,
+        out_ids,
+        out_weights,
+        counts,
+        offsets,
+        order,
+        inverse,
+        tokens,
+        num_experts,
+        counts.shape[0],
+        first,
+        *ids.stride(),
+        *(ids.stride() if weights is None else weights.stride()),
+        TOP_K=top_k,
+        FLAT=ids.is_contiguous() and (weights is None or weights.is_contiguous()),
+        BLOCK_E=config.block_e,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
+
+
+def _routing_layout_triton(
+    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+) -> LayoutTensors:
+    outs = _empty(ids, num_local)
+    out_ids, out_weights, counts, offsets, order, inverse = outs
+    layout_into(
+        ids,
+        counts,
+        offsets,
+        order,
+        inverse,
+        num_experts=num_experts,
+        first=first,
+        expert_map=expert_map,
+        num_valid=num_valid,
+        weights=weights,
+        out_ids=out_ids,
+        out_weights=out_weights,
+    )
+    return outs
+
+
+def _empty(ids: torch.Tensor, num_local: int) -> LayoutTensors:
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=ids.device)
+
+    tokens, top_k = ids.shape
+    return (
+        new(tokens, top_k),
+        new(tokens, top_k, dtype=torch.float32),
+        new(num_local),
+        new(num_local + 1),
+        new(tokens * top_k),
+        new(tokens, top_k),
+    )
+
+
+def _routing_layout_fake(
+    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty(ids, num_local)
+
+
+routing_layout = register("routing_layout", cuda=_routing_layout_triton, cpu=routing_layout_ref, fake=_routing_layout_fake)

@@ -1,0 +1,144 @@
+"""`Routing`: which experts each token goes to, and where its rows lie, all on the device.
+
+    ids [T, k]      weights [T, k]          the choice; -1 / 0 for padding, remote and invalid pairs
+    counts [E_local]  offsets [E_local+1]   rows of local expert e: offsets[e] .. offsets[e] + counts[e]
+    order [T*k]     inverse [T, k]          row -> pair t*k+j sorted by (local expert, t, j), and pair -> row
+
+How many rows are filled is known on the device alone (offsets[E_local]); buffers have room for T*k rows.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_ops.core import checks
+from moe_ops.router.layout import MAX_PAIRS, routing_layout
+
+if TYPE_CHECKING:
+    from moe_ops.router.conversions import ExpertRows
+
+#: `local=` of the public functions: None (all experts are here), (first, count), an expert map, or (expert map, count).
+Local = tuple[int, int] | torch.Tensor | tuple[torch.Tensor, int] | None
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INT_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The routing of T tokens to k experts each, with the token layout that later steps need.
+
+    Attributes:
+        ids (T, k), int32: global expert ids; -1 where a pair has no expert here (padding, remote, out of range).
+        weights (T, k), fp32: what a row's output is multiplied by, every factor inside; 0 where ids is -1.
+        counts (E_local,), int32: rows of each local expert.
+        offsets (E_local + 1,), int32: first row of each local expert; the last entry is the number of filled rows.
+        order (T * k,), int32: pair t*k+j of each row, sorted by (local expert, t, j); -1 past the filled rows.
+        inverse (T, k), int32: row of each pair, or -1.
+        num_experts: number of global experts.
+        first_expert: global number of local expert 0 (of a window; 0 with a map).
+        expert_map (num_experts,) or None: local expert of each global one, or -1.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    order: torch.Tensor
+    inverse: torch.Tensor
+    num_experts: int
+    first_expert: int = 0
+    expert_map: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.counts.shape[0]
+
+    @staticmethod
+    def from_topk(ids: torch.Tensor, weights: torch.Tensor, num_experts: int, *, num_valid: torch.Tensor | None = None, local: Local = None) -> "Routing":
+        """The `Routing` of expert ids and weights that somebody else chose: one launch, nothing read on the host.
+
+        Args:
+            ids (T, k), int32 or int64, any strides: global expert ids. Whatever lies outside [0, num_experts) means "no expert", be it
+                -1, num_experts or anything else. The same expert twice in one token is legal and gives two rows.
+            weights (T, k), fp32, bf16 or fp16, any strides: widened to fp32, otherwise unchanged.
+            num_experts: number of global experts.
+            num_valid: int32 or int64 device tensor of one element: rows from there on are padding and are not read. None: all rows are real.
+            local: which experts are here. None: all. (first, count): a window. An expert map (num_experts,), int32 or int64: local number of
+                each expert, or -1; then there are `num_experts` local numbers, or `count` of them with (map, count).
+
+        Returns:
+            The routing; pairs without a local expert have id -1, weight 0 and inverse -1.
+
+        Numerics:
+            Deterministic, no atomics.
+
+        Raises:
+            TypeError: another dtype. ValueError: shapes that do not fit, more than 2**31 - 2**16 pairs, tensors on several devices, weights
+                that require grad.
+
+        Cost:
+            Each program reads all ids twice; T * k * 24 bytes of output.
+
+        See also:
+            `moe_ops.route`; tests/router/test_layout.py, benchmarks/router/bench_layout.py.
+        """
+        op = "Routing.from_topk"
+        checks.is_tensor(op, "ids", ids)
+        checks.is_tensor(op, "weights", weights)
+        checks.dtype(op, "ids", ids, _INT_DTYPES)
+        checks.dtype(op, "weights", weights, _WEIGHT_DTYPES)
+        checks.ndim(op, "ids", ids, (2,))
+        checks.shape(op, "weights", weights, tuple(ids.shape))
+        checks.int_range(op, "num_experts", num_experts, 1, 2**20)
+        checks.int_range(op, "top_k (the width of ids)", ids.shape[1], 1, 2**16)
+        checks.no_grad(op, weights=weights)
+        check_pairs(op, ids.shape[0], ids.shape[1])
+        num_local, first, expert_map = parse_local(op, local, num_experts)
+        check_num_valid(op, num_valid)
+        checks.same_device(op, ids=ids, weights=weights, num_valid=num_valid, expert_map=expert_map)
+        return Routing(*routing_layout(ids, weights, num_experts, num_local, first, expert_map, num_valid), num_experts, first, expert_map)
+
+
+def check_pairs(op: str, tokens: int, top_k: int) -> None:
+    if tokens * top_k > MAX_PAIRS:
+        raise ValueError(f"{op}: tokens * top_k must be at most {MAX_PAIRS}, got {tokens} * {top_k}")
+
+
+def check_num_valid(op: str, num_valid: Any) -> None:
+    if num_valid is None:
+        return
+    checks.is_tensor(op, "num_valid", num_valid)
+    checks.dtype(op, "num_valid", num_valid, _INT_DTYPES)
+    if num_valid.numel() != 1:
+        raise ValueError(f"{op}: num_valid must have one element, got shape {tuple(num_valid.shape)}")
+
+
+def parse_local(op: str, local: Any, num_experts: int) -> tuple[int, int, torch.Tensor | None]:
+    """(number of local experts, first, expert map) of a `local=` argument."""
+    if local is None:
+        return num_experts, 0, None
+    count: Any = num_experts
+    if isinstance(local, tuple) and len(local) == 2 and isinstance(local[0], torch.Tensor):
+        local, count = local
+    if isinstance(local, torch.Tensor):
+        checks.dtype(op, "local (expert map)", local, _INT_DTYPES)
+        checks.shape(op, "local (expert map)", local, (num_experts,))
+        checks.contiguous(op, "local (expert map)", local)
+        checks.int_range(op, "local[1] (number of local experts)", count, 1, num_experts)
+        return count, 0, local
+    if not (isinstance(local, tuple) and len(local) == 2):
+        raise TypeError(f"{op}: local must be None, (first, count), an expert map tensor or (expert map, count), got {local!r}")
+    first, count = local
+    checks.int_range(op, "local[0] (first expert)", first, 0, num_experts - 1)
+    checks.int_range(op, "local[1] (number of local experts)", count, 1, num_experts - first)
+    return count, first, None
