@@ -34,6 +34,8 @@ if not GPUS:
     _load("interp_patch")
 else:
     os.environ.pop("TRITON_INTERPRET", None)
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already fill the cores
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

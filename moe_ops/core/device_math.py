@@ -23,7 +23,7 @@ def exp_accurate(x):
 @triton.jit
 def sigmoid_accurate(x):
     """1 / (1 + exp(-x)) in fp32."""
-    return tl.div_rn(1.0 + x * 0.0, 1.0 + exp_accurate(-x))
+    return tl.div_rn(tl.zeros_like(x) + 1.0, 1.0 + exp_accurate(-x))
 
 
 @triton.jit
