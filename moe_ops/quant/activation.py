@@ -1,0 +1,83 @@
+"""The gated activation of an expert: one descriptor for every variant, and its definition in plain torch."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Activation", "activation_ref"]
+
+KINDS = ("silu", "gelu_tanh")
+_GELU_SCALE = 2.0 * math.sqrt(2.0 / math.pi)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), computed in fp32.
+
+    Attributes:
+        kind: "silu": f(g) = g * sigmoid(alpha * g); "gelu_tanh": f(g) = GELU with the tanh approximation.
+        alpha: slope inside the sigmoid of "silu".
+        limit: bound on gate (above) and up (both sides), or None.
+        up_offset: added to up after the clamp.
+        interleaved: columns are g0, u0, g1, u1, .. instead of all gates, then all ups.
+
+    Raises:
+        ValueError: an unknown kind, a limit that is not positive, or an alpha or up_offset that is not finite.
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Activation: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"Activation: limit must be positive or None, got {self.limit!r}")
+        if not (math.isfinite(self.alpha) and math.isfinite(self.up_offset)):
+            raise ValueError(f"Activation: alpha and up_offset must be finite, got alpha={self.alpha!r}, up_offset={self.up_offset!r}")
+        if self.kind == "gelu_tanh" and self.alpha != 1.0:
+            raise ValueError(f"Activation: alpha belongs to kind 'silu', got alpha={self.alpha!r} with kind 'gelu_tanh'")
+
+    @classmethod
+    def silu(cls, *, interleaved: bool = False) -> "Activation":
+        """silu(gate) * up: DeepSeek, Qwen, Mixtral, GLM, Kimi."""
+        return cls(interleaved=interleaved)
+
+    @classmethod
+    def gelu_tanh(cls, *, interleaved: bool = False) -> "Activation":
+        """gelu_tanh(gate) * up."""
+        return cls(kind="gelu_tanh", interleaved=interleaved)
+
+    @classmethod
+    def gpt_oss(cls, *, interleaved: bool = False) -> "Activation":
+        """gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1), gate at most 7, up within [-7, 7]; its checkpoints interleave gate and up."""
+        return cls(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=interleaved)
+
+    @classmethod
+    def clamped(cls, limit: float, *, interleaved: bool = False) -> "Activation":
+        """silu with gate at most `limit` and up within [-limit, limit] (DeepSeek-V4)."""
+        return cls(limit=limit, interleaved=interleaved)
+
+    @property
+    def limit_or_inf(self) -> float:
+        """`limit` as the kernels take it."""
+        return math.inf if self.limit is None else self.limit
+
+
+def activation_ref(x: torch.Tensor, act: Activation) -> torch.Tensor:
+    """The definition: x (.., 2I) gate and up columns -> (.., I) fp32.
+
+    Both kinds are g / (1 + exp(-t)): 0.5 * (1 + tanh(z)) is sigmoid(2z) exactly, and this form does not cancel for negative gates.
+    """
+    x = x.float()
+    half = x.shape[-1] // 2
+    gate, up = (x[..., 0::2], x[..., 1::2]) if act.interleaved else (x[..., :half], x[..., half:])
+    if act.limit is not None:
+        gate = gate.clamp(max=act.limit)
+        up = up.clamp(-act.limit, act.limit)
+    t = act.alpha * gate if act.kind == "silu" else _GELU_SCALE * (gate + 0.044715 * (gate * gate * gate))
+    return gate / (1.0 + torch.exp(-t)) * (up + act.up_offset)

@@ -1,0 +1,153 @@
+"""Triton helpers of the quantizers that walk rows: sharing the filled rows among programs, encoding a tile, storing its scales.
+
+A tile is (BLOCK_R rows, GROUPS groups of GROUP columns), and every group's scale is found inside it. A fixed number of programs shares the
+tiles that hold filled rows, column tiles fastest, so that cost follows the filled rows and not the capacity.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def filled_row_blocks(counts_ptr, rows, experts, COUNTS: tl.constexpr, NUM_COUNTS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """How many blocks of BLOCK_R filled rows there are, and what `locate_rows` needs to find the i-th.
+
+    COUNTS: "all": every row of every expert; "packed": sum(counts) rows of one run; "masked": counts[e] rows of expert e.
+    Counts outside 0 .. rows are clamped, so that no count reaches past the buffers.
+    """
+    if COUNTS == "all":
+        filled = rows
+        ends = (rows + BLOCK_R - 1) // BLOCK_R
+        total = ends * experts
+    else:
+        index = tl.arange(0, triton.next_power_of_2(NUM_COUNTS))
+        counts = tl.load(counts_ptr + index, mask=index < NUM_COUNTS, other=0)
+        counts = tl.minimum(tl.maximum(counts, 0), rows)
+        if COUNTS == "packed":
+            filled = tl.minimum(tl.sum(counts.to(tl.int64)), rows).to(tl.int32)
+            ends = (filled + BLOCK_R - 1) // BLOCK_R
+            total = ends
+        else:
+            filled = counts
+            ends = tl.cumsum((counts + BLOCK_R - 1) // BLOCK_R)
+            total = tl.max(ends)
+    return filled, ends, total
+
+
+@triton.jit
+def locate_rows(block, counts_ptr, rows, filled, ends, COUNTS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Row block `block` -> (expert as int64, its first row, filled rows of that expert)."""
+    if COUNTS == "all":
+        expert = block // ends
+        first = (block - expert * ends) * BLOCK_R
+        limit = filled
+    elif COUNTS == "packed":
+        expert = block * 0
+        first = block * BLOCK_R
+        limit = filled
+    else:
+        before = ends <= block
+        expert = tl.sum(before.to(tl.int32))
+        first = (block - tl.max(tl.where(before, ends, 0))) * BLOCK_R
+        limit = tl.minimum(tl.maximum(tl.load(counts_ptr + expert), 0), rows)
+    return tl.cast(expert, tl.int64), first, limit
+
+
+@triton.jit
+def finite_amax(v):
+    """Largest magnitude over the finite values of each group: (R, GROUPS, GROUP) -> (R, GROUPS)."""
+    a = tl.abs(v)
+    return tl.max(tl.where(a < float("inf"), a, 0.0), axis=2)
+
+
+@triton.jit
+def e4m3_bits(q, v):
+    """Round q to e4m3 bits: saturating, to nearest even; 0x7f where v, of which q is a multiple, is NaN."""
+    q = tl.minimum(tl.maximum(q, -448.0), 448.0)
+    q = tl.where(v == v, q, float("nan"))
+    return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def fp8_block_scale(amax, RULE: tl.constexpr):
+    scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+    if RULE == "pow2":
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(amax == 0, 1.0, scale)
+
+
+@triton.jit
+def e8m0_byte(amax, RULE: tl.constexpr):
+    """E8M0 byte (int32) of a block's amax; see mxfp8.py."""
+    bits = amax.to(tl.int32, bitcast=True)
+    if RULE == "even":
+        bits = bits + 0x7FFFF + ((bits >> 20) & 1)
+    byte = (bits >> 23) - 8
+    if RULE == "rceil":
+        byte += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.minimum(tl.maximum(byte, 0), 254)
+
+
+@triton.jit
+def encode(v, RULE: tl.constexpr):
+    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)): fp32 scales for the fp8_block rules, else E8M0 bytes as int32."""
+    amax = finite_amax(v)
+    if RULE == "fp32":
+        scale = fp8_block_scale(amax, RULE)
+        q = tl.div_rn(v, tl.expand_dims(scale, 2))
+    elif RULE == "pow2":
+        scale = fp8_block_scale(amax, RULE)
+        # both are powers of two and normal numbers, so the product equals the quotient
+        inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        q = v * tl.expand_dims(inverse, 2)
+    else:
+        scale = e8m0_byte(amax, RULE)
+        inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)  # bytes are at most 247: a normal number
+        q = v * tl.expand_dims(inverse, 2)
+    return e4m3_bits(q, v), scale
+
+
+@triton.jit
+def scale_offset(row, column, stride_m, stride_b, words, LAYOUT: tl.constexpr):
+    """Offset of a row's scale (or word of four scales) within one expert; `words` is how many words a row has."""
+    if LAYOUT == "swizzle_32x4x4":
+        offset = ((row // 128) * words + column) * 128 + (row % 32) * 4 + (row % 128) // 32
+    else:
+        offset = row * stride_m + column * stride_b
+    return offset
+
+
+@triton.jit
+def store_scales(scale_ptr, scale, row, first_group, limit, stride_m, stride_b, GROUPS_TOTAL: tl.constexpr, LAYOUT: tl.constexpr):
+    """Store a tile's scales (R, GROUPS) for rows `row` (R,) int64 below `limit`; groups past the last one are stored as byte 0 of a word, else not at all."""
+    group = first_group + tl.arange(0, scale.shape[1])
+    if LAYOUT == "row_major" or LAYOUT == "mn_major":
+        mask = (row < limit)[:, None] & (group < GROUPS_TOTAL)[None, :]
+        offset = scale_offset(row[:, None], group[None, :], stride_m, stride_b, 0, LAYOUT)
+        tl.store(scale_ptr + offset, scale.to(scale_ptr.dtype.element_ty), mask=mask)
+    else:
+        WORDS: tl.constexpr = (GROUPS_TOTAL + 3) // 4
+        byte = scale if scale.dtype == tl.int32 else scale.to(tl.int32, bitcast=True) >> 23
+        byte = tl.where((group < GROUPS_TOTAL)[None, :], byte, 0)
+        lanes = tl.reshape(byte, (scale.shape[0], scale.shape[1] // 4, 4))
+        word = tl.sum(lanes << (8 * tl.arange(0, 4))[None, None, :], axis=2)
+        column = first_group // 4 + tl.arange(0, scale.shape[1] // 4)
+        mask = (row < limit)[:, None] & (column < WORDS)[None, :]
+        offset = scale_offset(row[:, None], column[None, :], stride_m, stride_b, WORDS, LAYOUT)
+        tl.store(scale_ptr + offset, word, mask=mask)
+
+
+@triton.jit
+def zero_padding(scale_ptr, rows, padding, experts, stride_e, stride_m, stride_b, GROUPS_TOTAL: tl.constexpr, LAYOUT: tl.constexpr):
+    """Store zeros in the `padding` rows that the layout appends to each expert's `rows`."""
+    WIDTH: tl.constexpr = GROUPS_TOTAL if LAYOUT == "row_major" or LAYOUT == "mn_major" else (GROUPS_TOTAL + 3) // 4
+    total = experts * padding * WIDTH
+    for start in range(tl.program_id(0) * 256, total, tl.num_programs(0) * 256):
+        index = start + tl.arange(0, 256)
+        column = index % WIDTH
+        row = index // WIDTH
+        expert = row // padding
+        row = rows + (row - expert * padding).to(tl.int64)
+        offset = expert.to(tl.int64) * stride_e + scale_offset(row, column.to(tl.int64), stride_m, stride_b, WIDTH, LAYOUT)
+        tl.store(scale_ptr + offset, tl.zeros((256,), scale_ptr.dtype.element_ty), mask=index < total)
