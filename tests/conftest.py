@@ -150,9 +150,7 @@ def _write_results(config, reporter, exitstatus) -> None:
         "failed": sorted({r.nodeid for k in ("failed", "error") for r in reporter.stats.get(k, [])}),
         "skipped": skips,
         "seconds": round(time.time() - config.started_at, 1),
-        "slowest": {
-            r.nodeid: round(r.duration, 1) for r in sorted(reporter.stats.get("passed", []), key=lambda r: -r.duration)[:10]
-        },
+        "slowest": {r.nodeid: round(r.duration, 1) for r in sorted(reporter.stats.get("passed", []), key=lambda r: -r.duration)[:10]},
     }
     path = Path(config.getoption("--results"))
     path.parent.mkdir(parents=True, exist_ok=True)

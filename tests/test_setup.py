@@ -14,7 +14,12 @@ from moe_ops.core.launch import launch
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn))
 def test_fresh_floats_are_nan(dtype, device):
     x = torch.zeros(3, 4, device=device).to(dtype)
-    for fresh in (torch.empty(3, 4, dtype=dtype, device=device), torch.empty_like(x), x.new_empty(5), torch.empty_strided((2, 3), (1, 2), dtype=dtype)):
+    for fresh in (
+        torch.empty(3, 4, dtype=dtype, device=device),
+        torch.empty_like(x),
+        x.new_empty(5),
+        torch.empty_strided((2, 3), (1, 2), dtype=dtype),
+    ):
         assert fresh.dtype == dtype and fresh.float().isnan().all()
 
 

@@ -43,7 +43,9 @@ def test_row_has_times_rates_share_of_the_limit_and_provenance(tmp_path):
     path = bench.write()
     rows = json.loads(path.read_text())
     assert [r["impl"] for r in rows] == ["a", "b"]
-    assert {"op", "shape", "p20_us", "p50_us", "p80_us", "host_us", "GB_s", "TFLOP_s", "of_limit", "gpu", "torch", "triton", "date", "commit"} <= set(rows[0])
+    assert {"op", "shape", "p20_us", "p50_us", "p80_us", "host_us", "GB_s", "TFLOP_s", "of_limit", "gpu", "torch", "triton", "date", "commit"} <= set(
+        rows[0]
+    )
     assert rows[0]["commit"] == "abc"
     bench.write()
     assert len(json.loads(path.read_text())) == 2

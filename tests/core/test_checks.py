@@ -19,7 +19,11 @@ X = torch.zeros(4, 8)
         (lambda: checks.same_device("op", x=X, y=X.to("meta")), ValueError, "op: y is on meta but x is on cpu; all tensors must be on one device"),
         (lambda: checks.same_device("op", x=None), ValueError, "op: no tensor given"),
         (lambda: checks.no_grad("op", x=torch.zeros(1, requires_grad=True)), ValueError, "op: x requires grad, and this op is for inference only"),
-        (lambda: checks.one_of("op", "score", "tanh", ("softmax", "sigmoid")), ValueError, "op: score must be one of 'softmax', 'sigmoid', got 'tanh'"),
+        (
+            lambda: checks.one_of("op", "score", "tanh", ("softmax", "sigmoid")),
+            ValueError,
+            "op: score must be one of 'softmax', 'sigmoid', got 'tanh'",
+        ),
         (lambda: checks.int_range("op", "top_k", 0, 1, 32), ValueError, "op: top_k must be between 1 and 32, got 0"),
         (lambda: checks.int_range("op", "top_k", True, 1, 32), TypeError, "op: top_k must be an int, got bool"),
         (lambda: checks.int_range("op", "top_k", 2.0, 1, 32), TypeError, "op: top_k must be an int, got float"),

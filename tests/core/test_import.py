@@ -13,7 +13,8 @@ start = time.perf_counter()
 import {module}
 seconds = time.perf_counter() - start
 import moe_ops
-print(json.dumps(dict(seconds=seconds, triton="triton" in sys.modules, loaded=[m for m in sys.modules if m.startswith("moe_ops.")], names=moe_ops.__all__)))
+loaded = [m for m in sys.modules if m.startswith("moe_ops.")]
+print(json.dumps(dict(seconds=seconds, triton="triton" in sys.modules, loaded=loaded, names=moe_ops.__all__)))
 """
 
 
