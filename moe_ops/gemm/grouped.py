@@ -152,6 +152,23 @@ def _fake(
 _op = register("grouped_gemm", cuda=_grouped_gemm_triton, cpu=grouped_gemm_ref, fake=_fake)
 
 
+def _out_cpu(
+    a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, top_k: int, fmt: str, segments: int, out: torch.Tensor, config: list[int] | None = None,
+) -> None:  # fmt: skip
+    _ref_into(a, a_scale, w, w_scale, bias, offsets, order, top_k, fmt, segments, out)
+
+
+def _out_fake(
+    a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, top_k: int, fmt: str, segments: int, out: torch.Tensor, config: list[int] | None = None,
+) -> None:  # fmt: skip
+    return None
+
+
+_out_op = register("grouped_gemm_out", cuda=grouped_gemm_into, cpu=_out_cpu, fake=_out_fake, mutates=("out",))
+
+
 def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Tensor") -> str:
     """The common format of two operands ("plain" for 16-bit tensors), or a clear error."""
     if isinstance(a, QTensor) != isinstance(w, QTensor):
@@ -183,6 +200,7 @@ def grouped_gemm(
     gather: bool = False,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
     impl: str | None = None,
     config: GroupedGemmConfig | None = None,
 ) -> torch.Tensor:
@@ -196,12 +214,13 @@ def grouped_gemm(
         routing: a `Routing`; or int32 offsets (E + 1,) for packed rows; or int32 counts (E,) for masked rows. Read on the device.
         gather: read rows of the unpermuted a through routing.order (a `Routing` is needed).
         bias: (E, N) fp32, bf16 or fp16, or None.
-        out_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
+        out: contiguous tensor of the result's shape that receives it; then the call allocates nothing.
         impl: "triton", "torch" (the reference; reads counts on the host) or None, which takes "triton" on CUDA and "torch" on a CPU.
         config: pins the kernel's config, so that calls of other shapes give the same bits.
 
     Returns:
-        (R, N) or (E, capacity, N) of out_dtype. Rows that no expert owns are undefined.
+        (R, N) or (E, capacity, N) of out_dtype (`out` if given). Rows that no expert owns are undefined (untouched in `out`).
 
     Numerics: fp32 accumulation; fp8_block promotes every 128 of K with both scales, mxfp8 every 32 (SM100 and newer: the block-scaled
         instruction). Same call, same bits. Counts and order are clamped: nothing is read or written out of bounds whatever they hold.
@@ -257,9 +276,18 @@ def grouped_gemm(
     checks.no_grad(op, a=a_data, w=w_data, bias=bias)
     if impl is not None:
         checks.one_of(op, "impl", impl, IMPLS)
-    args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, offsets, order, top_k, fmt, segments, out_dtype, config.ints() if config else None)
-    if impl == "torch":
-        return grouped_gemm_ref(*args)
     if impl == "triton" and not a_data.is_cuda:
         raise ValueError(f"{op}: impl 'triton' needs CUDA tensors, got {a_data.device}")
-    return _op(*args)
+    args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, offsets, order, top_k, fmt, segments)
+    pinned = config.ints() if config else None
+    if out is None:
+        return grouped_gemm_ref(*args, out_dtype) if impl == "torch" else _op(*args, out_dtype, pinned)
+    checks.shape(op, "out", out, _out_shape(a_data, w_data, order))
+    checks.dtype(op, "out", out, _OUT_DTYPES)
+    checks.contiguous(op, "out", out)
+    checks.same_device(op, a=a_data, out=out)
+    if impl == "torch":
+        _ref_into(*args, out)
+    else:
+        _out_op(*args, out, pinned)
+    return out

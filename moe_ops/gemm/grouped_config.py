@@ -104,17 +104,22 @@ def heuristic(problem: GroupedGemmProblem, arch: Arch) -> GroupedGemmConfig:
     m = problem.rows_per_expert
     if problem.fmt == "mxfp8":
         if not arch.has_block_scaled_mma:
-            return GroupedGemmConfig(16, 64, 32, 4, 8, 4, True) if m <= 32 else GroupedGemmConfig(64, 64, 32, 4, 6, 3, False)
+            return GroupedGemmConfig(16, 64, 32, 4, 8, 0, True) if m <= 32 else GroupedGemmConfig(64, 64, 32, 4, 6, 3, False)
         # 128 rows in the instruction's M: with 64, SM100 widens both operands to 16 bits
         return GroupedGemmConfig(32, 128, 128, 4, 3, 2, True) if m <= 32 else GroupedGemmConfig(128, 128, 128, 8, 3, 1, False)
     block_k = 64 if problem.fmt == "plain" else 128
-    small = arch.smem < 150_000  # SM89 and SM120: less than half of Hopper's shared memory
+    if arch.smem < 150_000:  # SM89 and SM120: less than half of Hopper's shared memory
+        return GroupedGemmConfig(16, 64, block_k, 4, 3, 0, True) if m <= 16 else GroupedGemmConfig(64, 128, block_k, 4, 2, 1, False)
+    # All rows below: H200, Triton 3.6, 2026-11-30, benchmarks/results/nvidia_h200/grouped_gemm_sweep.json
+    active = min(problem.experts, problem.rows)
     if m <= 16:
-        return GroupedGemmConfig(16, 64, block_k, 4, 3 if small else 4, 4, True)
-    if m <= 32:
-        return GroupedGemmConfig(32, 64, block_k, 4, 3 if small else 4, 3, True)
+        if active * problem.n < 2 * 64 * arch.sms:  # few tiles: more bytes in flight for each
+            return GroupedGemmConfig(16, 128, block_k, 4, 3, 3, True)
+        return GroupedGemmConfig(16, 64, block_k, 4, 5, 0, True)
+    if m <= 32 or active * ceil_div(m, 64) * problem.n < 4 * 128 * arch.sms:
+        return GroupedGemmConfig(64, 64, block_k, 4, 4, 3, False)
     # 206 registers a thread in fp8_block: two programs an SM, and four stages fit
-    return GroupedGemmConfig(64, 128, block_k, 4, 2 if small else 4, 1 if small else 2, False)
+    return GroupedGemmConfig(64, 128, block_k, 4, 4, 2, False)
 
 
 def search_space(problem: GroupedGemmProblem, arch: Arch) -> list[GroupedGemmConfig]:

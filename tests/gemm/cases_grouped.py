@@ -1,0 +1,43 @@
+"""Compile cases of the grouped GEMM: every format, both orientations, packed with gather and masked."""
+
+import torch
+
+from moe_ops.core.arch import arch_of
+from moe_ops.gemm.grouped import _grouped_gemm_triton
+from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic
+
+E, N, K = 4, 256, 512
+
+
+def _call(fmt: str, rows: int, masked: bool = False, k: int = K):
+    def call():
+        shape = (E, rows // E, k) if masked else (rows // 2, k)
+        if fmt == "plain":
+            a, sa, w, sw = torch.zeros(shape, dtype=torch.bfloat16), None, torch.zeros((E, N, k), dtype=torch.bfloat16), None
+        else:
+            a, w = torch.zeros(shape, dtype=torch.uint8), torch.zeros((E, N, k), dtype=torch.uint8)
+            if fmt == "fp8_block":
+                sa, sw = torch.ones((*shape[:-1], -(-k // 128))), torch.ones((E, N // 128, -(-k // 128)))
+            else:
+                sa, sw = torch.ones((*shape[:-1], k // 32), dtype=torch.uint8), torch.ones((E, N, k // 32), dtype=torch.uint8)
+        offsets = torch.zeros(E if masked else E + 1, dtype=torch.int32)
+        order = None if masked else torch.zeros(rows, dtype=torch.int32)
+        bias = None if masked else torch.zeros((E, N))
+        assert heuristic(GroupedGemmProblem(rows, E, N, k, fmt), arch_of(a.device)) is not None
+        _grouped_gemm_triton(a, sa, w, sw, bias, offsets, order, 2, fmt, 1, torch.float32 if masked else torch.bfloat16)
+
+    return call
+
+
+COMPILE_CASES = [
+    (f"grouped {fmt} rows={rows} {'masked' if masked else 'gather'} K={k}", _call(fmt, rows, masked, k))
+    for fmt in ("fp8_block", "mxfp8", "plain")
+    for rows, masked, k in ((8, False, K), (128, True, K), (4000, False, K), (2000, False, 576))
+]
+EXPECT = {
+    "_grouped_gemm_kernel": {
+        90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
+        100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
+        120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
+    }
+}
