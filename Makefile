@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Worker processes of pytest on a machine without a GPU.
 JOBS ?= 2
+# Worker processes of pytest on a GPU; 0 is this process alone. More compile faster, and disturb tests that compare times.
+GPU_JOBS ?= 0
 # A plain install of torch brings no Triton on a CPU machine, and a CUDA build of torch 2.13 refuses another Triton than this.
 TORCH ?= torch==2.13.0 triton==3.7.1
 TRANSFORMERS ?= transformers==5.17.0
@@ -56,9 +58,9 @@ lint: $(READY_LINT)
 	$(PY) -m pyright
 	PYTHONPATH=. $(if $(READY_LINT),$(VENV)/bin/lint-imports,lint-imports) --no-cache
 
-# One GPU, one process: tests that fill the memory must not meet each other.
+# Tests that fill the GPU's memory (marked slow) never meet each other.
 test-gpu: $(READY)
-	$(PY) -m pytest -q --require-gpu --results "$(RESULTS)" --commit "$(COMMIT)"
+	$(PY) -m pytest -q -n $(GPU_JOBS) --dist loadgroup --require-gpu --results "$(RESULTS)" --commit "$(COMMIT)"
 
 test-all: test $(READY)
 	for v in $(OTHER_TRITONS); do \

@@ -103,6 +103,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif "multigpu" in item.keywords and GPUS < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+        if "slow" in item.keywords:  # with --dist loadgroup, one worker runs them one after the other
+            item.add_marker(pytest.mark.xdist_group("slow"))
 
 
 def _interpreted_here() -> set[str]:
@@ -142,6 +144,7 @@ def _write_results(config, reporter, exitstatus) -> None:
     skips: dict[str, int] = {}
     for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
         skips[reason] = skips.get(reason, 0) + 1
     record = {
         **provenance(config.getoption("--commit")),
