@@ -1,4 +1,4 @@
-# make demo | test | lint | test-gpu | test-all | bench
+# make demo | test | lint | test-gpu | test-all | bench | memcheck
 #
 # Every target sets up what it needs in .venv. On a machine whose Python already has torch and Triton,
 #   make TARGET VENV=0 PYTHON=python3.12
@@ -17,7 +17,8 @@ TRANSFORMERS ?= transformers==5.17.0
 OTHER_TRITONS ?= 3.6.0 3.9.0
 
 ifeq ($(VENV),0)
-PY := PYTHONPATH=. $(PYTHON)
+PY := $(PYTHON)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 READY :=
 READY_LINT :=
 else
@@ -31,7 +32,7 @@ DEVICE = $(shell $(PY) -m moe_ops.bench --device)
 RESULTS ?= benchmarks/results/$(DEVICE)/test_gpu.json
 COMMIT ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null)
 
-.PHONY: demo test lint test-gpu test-all bench setup
+.PHONY: demo test lint test-gpu test-all bench memcheck setup
 
 setup: $(READY)
 
@@ -65,8 +66,15 @@ test-gpu: $(READY)
 test-all: test $(READY)
 	for v in $(OTHER_TRITONS); do \
 	    test -d build/triton-$$v || $(PY) -m pip install --quiet --no-deps --target build/triton-$$v triton==$$v || exit 1; \
-	    PYTHONPATH=build/triton-$$v:. $(if $(READY),$(VENV)/bin/python,$(PYTHON)) tests/compile_cases.py 90 100 120 || exit 1; \
+	    PYTHONPATH=build/triton-$$v:. $(PY) tests/compile_cases.py 90 100 120 || exit 1; \
 	done
+
+# Every kernel at small shapes under compute-sanitizer, each tensor an allocation of its own so that one element too far is seen.
+memcheck: $(READY)
+	mkdir -p $(dir $(RESULTS))
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 3 \
+	    --log-file $(dir $(RESULTS))memcheck.txt \
+	    $(PY) -m pytest -q --require-gpu -p no:cacheprovider -m "not gpu" --timeout 0 tests/quant tests/router tests/gemm tests/layer
 
 bench: $(READY)
 	for f in benchmarks/*/bench_*.py; do $(PY) $$f --commit "$(COMMIT)" || exit 1; done
