@@ -158,7 +158,7 @@ def combine(
     Cost:
         Reads T * k * H and writes T * H elements.
 
-    See also:
+    See Also:
         `moe_ops.router.permute.permute`; tests/router/test_combine.py, benchmarks/router/bench_combine.py.
     """
     op = "combine"

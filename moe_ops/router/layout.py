@@ -3,7 +3,7 @@
     pair p = t * k + j chose expert e        rows of expert e:   offsets[e] .. offsets[e] + counts[e]
     order[row] = p                           inverse[t, j] = row      (both -1 where there is nothing)
 
-Rows are sorted by (local expert, t, j). Each program owns a few experts and scans all pairs twice: once to count its experts and all pairs
+Rows are sorted by (local expert, t, j). Each program owns two experts and scans all pairs twice: once to count its experts and all pairs
 before them, once to place its pairs by a running sum. So no program waits for another, and the same input gives the same order in every run.
 The same kernel brings foreign ids into canonical form (int32, -1 for whatever is not a local expert) in the same launch.
 """
@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.core.ops import register
@@ -27,21 +26,19 @@ LayoutTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, to
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """Experts of one program, pairs of one scan step, and warps."""
+    """Pairs of one scan step, and warps."""
 
-    block_e: int
     block_n: int
     num_warps: int
 
 
-def heuristic(pairs: int, num_local: int, arch: Arch) -> LayoutConfig:
-    """As many programs as SMs, and three sizes of scan step, so that batch sizes share compiled kernels."""
-    block_e = min(16, triton.next_power_of_2(ceil_div(num_local, arch.sms)))
+def heuristic(pairs: int) -> LayoutConfig:
+    """Three sizes of scan step, so that batch sizes share compiled kernels; the smallest needs no barrier."""
     if pairs <= 256:
-        return LayoutConfig(block_e, 256, 4)
+        return LayoutConfig(256, 1)
     if pairs <= 4096:
-        return LayoutConfig(block_e, 1024, 4 if block_e <= 2 else 8)
-    return LayoutConfig(block_e, 8192 // max(2, block_e), 16)
+        return LayoutConfig(1024, 4)
+    return LayoutConfig(8192, 16)
 
 
 def valid_rows(num_valid: torch.Tensor | None, rows: int) -> torch.Tensor | int:
@@ -62,7 +59,13 @@ def local_ids_ref(
 
 
 def routing_layout_ref(
-    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    num_local: int,
+    first: int,
+    expert_map: torch.Tensor | None,
+    num_valid: torch.Tensor | None,
 ) -> LayoutTensors:
     """Definition of `moe_ops::routing_layout`: a stable sort of the pairs by local expert."""
     local = local_ids_ref(ids, num_experts, num_local, first, expert_map, num_valid)
@@ -132,44 +135,52 @@ def _routing_layout_kernel(
     stride_wj,
     TOP_K: tl.constexpr,
     FLAT: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Counts, offset and row placement of BLOCK_E experts, and an interleaved share of what belongs to pairs or rows without an expert."""
-    first_owned = tl.program_id(0) * BLOCK_E
-    experts = first_owned + tl.arange(0, BLOCK_E)
+    """Counts, offsets and rows of two experts, and an interleaved share of what belongs to pairs or rows without an expert."""
+    even = tl.program_id(0) * 2
+    odd = even + 1
     lanes = tl.arange(0, BLOCK_N)
     pairs = T * TOP_K
     filled = valid_tokens(num_valid_ptr, T) * TOP_K
 
     before = tl.zeros([BLOCK_N], tl.int32)
     placed = tl.zeros([BLOCK_N], tl.int32)
-    owned = tl.zeros([BLOCK_E, BLOCK_N], tl.int32)
+    evens = tl.zeros([BLOCK_N], tl.int32)
+    odds = tl.zeros([BLOCK_N], tl.int32)
     for start in range(0, filled, BLOCK_N):
         pair = start + lanes
         raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
         local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
-        before += ((local >= 0) & (local < first_owned)).to(tl.int32)
+        before += ((local >= 0) & (local < even)).to(tl.int32)
         placed += (local >= 0).to(tl.int32)
-        owned += (local[None, :] == experts[:, None]).to(tl.int32)
-    count = tl.sum(owned, axis=1)
-    next_row = tl.sum(before, axis=0) + tl.cumsum(count, axis=0) - count
+        evens += (local == even).to(tl.int32)
+        odds += (local == odd).to(tl.int32)
+    even_row = tl.sum(before, axis=0)
+    even_count = tl.sum(evens, axis=0)
+    odd_count = tl.sum(odds, axis=0)
+    odd_row = even_row + even_count
     total = tl.sum(placed, axis=0)
-    tl.store(counts_ptr + experts, count, mask=experts < num_local)
-    tl.store(offsets_ptr + experts, next_row, mask=experts < num_local)
-    if first_owned == 0:
+    tl.store(counts_ptr + even, even_count)
+    tl.store(counts_ptr + odd, odd_count, mask=odd < num_local)
+    tl.store(offsets_ptr + even, even_row)
+    tl.store(offsets_ptr + odd, odd_row)  # with an odd number of experts this is the last entry, which holds the total
+    if even == 0:
         tl.store(offsets_ptr + num_local, total)
 
     for start in range(0, filled, BLOCK_N):
         pair = start + lanes
         raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
         local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
-        hit = (local[None, :] == experts[:, None]).to(tl.int32)
-        row = tl.sum(hit * (next_row[:, None] + tl.cumsum(hit, axis=1) - 1), axis=0)  # a pair hits at most one expert
-        mine = (local >= first_owned) & (local < first_owned + BLOCK_E)
-        tl.store(order_ptr + row, pair, mask=mine)
-        tl.store(inverse_ptr + pair, row, mask=mine)
-        next_row += tl.sum(hit, axis=1)
+        is_odd = local == odd
+        hits = tl.where(is_odd, 65536, tl.where(local == even, 1, 0))  # one running sum for both: a step has fewer than 2^16 pairs
+        rank = tl.cumsum(hits, axis=0)
+        row = tl.where(is_odd, odd_row + (rank >> 16), even_row + (rank & 65535)) - 1
+        tl.store(order_ptr + row, pair, mask=hits > 0)
+        tl.store(inverse_ptr + pair, row, mask=hits > 0)
+        seen = tl.sum(hits, axis=0)
+        even_row += seen & 65535
+        odd_row += seen >> 16
 
     for start in range(tl.program_id(0) * BLOCK_N, pairs, tl.num_programs(0) * BLOCK_N):
         pair = start + lanes
@@ -222,11 +233,11 @@ def layout_into(
                 out.copy_(result.view(out.shape))
         return
     tokens, top_k = ids.shape
-    config = heuristic(tokens * top_k, counts.shape[0], arch_of(ids.device))
+    config = heuristic(tokens * top_k)
     launch(
         "routing_layout",
         _routing_layout_kernel,
-        (ceil_div(counts.shape[0], config.block_e),),
+        (ceil_div(counts.shape[0], 2),),
         ids,
         weights,
         num_valid,
@@ -245,16 +256,21 @@ def layout_into(
         *(ids.stride() if weights is None else weights.stride()),
         TOP_K=top_k,
         FLAT=ids.is_contiguous() and (weights is None or weights.is_contiguous()),
-        BLOCK_E=config.block_e,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
     )
 
 
 def _routing_layout_triton(
-    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    num_local: int,
+    first: int,
+    expert_map: torch.Tensor | None,
+    num_valid: torch.Tensor | None,
 ) -> LayoutTensors:
-    outs = _empty(ids, num_local)
+    outs = empty_layout(*ids.shape, num_local, ids.device)
     out_ids, out_weights, counts, offsets, order, inverse = outs
     layout_into(
         ids,
@@ -273,11 +289,12 @@ def _routing_layout_triton(
     return outs
 
 
-def _empty(ids: torch.Tensor, num_local: int) -> LayoutTensors:
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=ids.device)
+def empty_layout(tokens: int, top_k: int, num_local: int, device: torch.device) -> LayoutTensors:
+    """Buffers for ids, weights, counts, offsets, order and inverse."""
 
-    tokens, top_k = ids.shape
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
     return (
         new(tokens, top_k),
         new(tokens, top_k, dtype=torch.float32),
@@ -289,9 +306,15 @@ def _empty(ids: torch.Tensor, num_local: int) -> LayoutTensors:
 
 
 def _routing_layout_fake(
-    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_local: int, first: int, expert_map: torch.Tensor | None, num_valid: torch.Tensor | None
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    num_local: int,
+    first: int,
+    expert_map: torch.Tensor | None,
+    num_valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty(ids, num_local)
+    return empty_layout(*ids.shape, num_local, ids.device)
 
 
 routing_layout = register("routing_layout", cuda=_routing_layout_triton, cpu=routing_layout_ref, fake=_routing_layout_fake)

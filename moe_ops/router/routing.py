@@ -8,15 +8,12 @@ How many rows are filled is known on the device alone (offsets[E_local]); buffer
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_ops.core import checks
 from moe_ops.router.layout import MAX_PAIRS, routing_layout
-
-if TYPE_CHECKING:
-    from moe_ops.router.conversions import ExpertRows
 
 #: `local=` of the public functions: None (all experts are here), (first, count), an expert map, or (expert map, count).
 Local = tuple[int, int] | torch.Tensor | tuple[torch.Tensor, int] | None
@@ -53,18 +50,23 @@ class Routing:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens T, padding included."""
         return self.ids.shape[0]
 
     @property
     def top_k(self) -> int:
+        """Experts per token k."""
         return self.ids.shape[1]
 
     @property
     def num_local_experts(self) -> int:
+        """Local experts E_local."""
         return self.counts.shape[0]
 
     @staticmethod
-    def from_topk(ids: torch.Tensor, weights: torch.Tensor, num_experts: int, *, num_valid: torch.Tensor | None = None, local: Local = None) -> "Routing":
+    def from_topk(
+        ids: torch.Tensor, weights: torch.Tensor, num_experts: int, *, num_valid: torch.Tensor | None = None, local: Local = None
+    ) -> "Routing":
         """The `Routing` of expert ids and weights that somebody else chose: one launch, nothing read on the host.
 
         Args:
@@ -89,7 +91,7 @@ class Routing:
         Cost:
             Each program reads all ids twice; T * k * 24 bytes of output.
 
-        See also:
+        See Also:
             `moe_ops.route`; tests/router/test_layout.py, benchmarks/router/bench_layout.py.
         """
         op = "Routing.from_topk"
@@ -110,11 +112,13 @@ class Routing:
 
 
 def check_pairs(op: str, tokens: int, top_k: int) -> None:
+    """Row numbers are int32."""
     if tokens * top_k > MAX_PAIRS:
         raise ValueError(f"{op}: tokens * top_k must be at most {MAX_PAIRS}, got {tokens} * {top_k}")
 
 
 def check_num_valid(op: str, num_valid: Any) -> None:
+    """`num_valid` is None or one integer on a device."""
     if num_valid is None:
         return
     checks.is_tensor(op, "num_valid", num_valid)
