@@ -31,22 +31,22 @@ CAPABILITIES = (90, 100, 120)
 def entry_kernels() -> dict[str, Path]:
     """Every `@triton.jit` or `@gluon.jit` function of the package whose name ends with `_kernel`, found without importing anything."""
     found: dict[str, Path] = {}
-    for path in sorted((ROOT / "moe_ops").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and _jit_of(node):
-                assert node.name not in found, f"{node.name} is defined in {found[node.name]} and in {path}"
-                found[node.name] = path
+    for path, node in _entry_nodes():
+        assert node.name not in found, f"{node.name} is defined in {found[node.name]} and in {path}"
+        found[node.name] = path
     return found
 
 
 def gluon_kernels() -> set[str]:
     """Entry kernels that the interpreter cannot run."""
-    return {
-        node.name
-        for path in sorted((ROOT / "moe_ops").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and _jit_of(node) == "gluon"
-    }
+    return {node.name for _, node in _entry_nodes() if _jit_of(node) == "gluon"}
+
+
+def _entry_nodes():
+    for path in sorted((ROOT / "moe_ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and _jit_of(node):
+                yield path, node
 
 
 def _jit_of(node: ast.FunctionDef) -> str | None:

@@ -30,6 +30,14 @@ def test_fresh_integers_are_large_garbage(dtype, value, device):
     assert torch.empty(7, dtype=dtype, device="meta").is_meta
 
 
+def test_poison_can_be_left_out_and_does_not_break_compiled_code(unpoisoned, device):
+    torch.empty(1000, device=device)
+    compiled = torch.compile(lambda x: torch.empty_like(x).copy_(x) + x.new_empty(x.shape).zero_(), backend="eager", fullgraph=True, dynamic=True)
+    for n in (3, 4, 0):
+        assert torch.equal(compiled(torch.ones(n, 2, device=device)), torch.ones(n, 2, device=device))
+    torch._dynamo.reset()
+
+
 @triton.jit
 def cast_kernel(x_ptr, bf16_ptr, e4m3_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
