@@ -1,7 +1,7 @@
 """Correct casts and bf16 dots for Triton's CPU interpreter, applied by conftest.py before any kernel module is imported.
 
-Unpatched (3.6.0 to 3.9.0), the interpreter casts fp32 to e4m3 wrongly (ties, subnormals, carry, NaN, overflow), truncates fp32 to bf16
-and multiplies raw bits in a bf16 `tl.dot`. Patched, all bf16 patterns, two million random floats and all ties are byte-equal to torch.
+Unpatched (3.6.0 to 3.9.0), the interpreter casts fp32 to e4m3 wrongly (ties, subnormals, carry, NaN, overflow), truncates fp32 to bf16,
+multiplies raw bits in a bf16 `tl.dot` and rounds the product in `tl.fma`. Patched, all bf16 patterns, two million random floats and all ties are byte-equal to torch.
 """
 
 import numpy as np
@@ -19,6 +19,7 @@ TYPES = {
 }
 CARRIER = {8: np.uint8, 16: np.int16, 32: np.int32, 64: np.int64}
 original_convert, original_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+original_fma = interpreter.InterpreterBuilder.create_fma
 
 
 def convert_float(x, src, dst, rounding):
@@ -27,9 +28,9 @@ def convert_float(x, src, dst, rounding):
     bits = np.ascontiguousarray(x).view(CARRIER[src.primitive_bitwidth])
     value = torch.from_numpy(bits.copy()).view(TYPES[src][0])
     out = value.to(TYPES[dst][0])
-    if dst == tl.float8e4nv:  # the hardware's cvt.rn.satfinite saturates, infinities too, and keeps NaN
+    if dst == tl.float8e4nv:  # the hardware's cvt.rn.satfinite saturates, infinities too, and makes every NaN 0x7f
         f = value.float()
-        out = torch.where(f.isnan(), f, f.clamp(-448, 448)).to(torch.float8_e4m3fn)
+        out = torch.where(f.isnan(), torch.nan, f.clamp(-448, 448)).to(torch.float8_e4m3fn)
     return out.view(TYPES[dst][1]).numpy().view(getattr(np, f"uint{dst.primitive_bitwidth}")).reshape(x.shape)
 
 
@@ -42,5 +43,20 @@ def create_dot(self, a, b, acc, *rest):
     return original_dot(self, widen(a), widen(b), acc, *rest)
 
 
+def create_fma(self, x, y, z):
+    if z.dtype.scalar != tl.float32:
+        return original_fma(self, x, y, z)
+    product, addend = x.data.astype(np.float64) * y.data.astype(np.float64), z.data.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = product + addend
+        back = total - product
+        error = (product - (total - back)) + (addend - back)
+        # round to odd in fp64, so that rounding again to fp32 equals rounding once
+        odd = np.isfinite(error) & (error != 0) & (np.ascontiguousarray(total).view(np.int64) & 1 == 0).reshape(total.shape)
+        total = np.where(odd, np.nextafter(total, np.copysign(np.inf, error)), total)
+        return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+
 interpreter._convert_float = convert_float
+interpreter.InterpreterBuilder.create_fma = create_fma
 interpreter.InterpreterBuilder.create_dot = create_dot

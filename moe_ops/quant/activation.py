@@ -17,13 +17,13 @@ class Activation:
 
     Attributes:
         kind: "silu": f(g) = g * sigmoid(alpha * g); "gelu_tanh": f(g) = GELU with the tanh approximation.
-        alpha: slope inside the sigmoid of "silu".
+        alpha: slope inside the sigmoid of "silu", positive.
         limit: bound on gate (above) and up (both sides), or None.
         up_offset: added to up after the clamp.
         interleaved: columns are g0, u0, g1, u1, .. instead of all gates, then all ups.
 
     Raises:
-        ValueError: an unknown kind, a limit that is not positive, or an alpha or up_offset that is not finite.
+        ValueError: an unknown kind, a limit or alpha that is not positive, or an alpha or up_offset that is not finite.
     """
 
     kind: str = "silu"
@@ -37,8 +37,8 @@ class Activation:
             raise ValueError(f"Activation: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"Activation: limit must be positive or None, got {self.limit!r}")
-        if not (math.isfinite(self.alpha) and math.isfinite(self.up_offset)):
-            raise ValueError(f"Activation: alpha and up_offset must be finite, got alpha={self.alpha!r}, up_offset={self.up_offset!r}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0 and math.isfinite(self.up_offset)):
+            raise ValueError(f"Activation: alpha must be positive and up_offset finite, got alpha={self.alpha!r}, up_offset={self.up_offset!r}")
         if self.kind == "gelu_tanh" and self.alpha != 1.0:
             raise ValueError(f"Activation: alpha belongs to kind 'silu', got alpha={self.alpha!r} with kind 'gelu_tanh'")
 
@@ -68,6 +68,14 @@ class Activation:
         return math.inf if self.limit is None else self.limit
 
 
+def lowest_gate(kind: str, alpha: float) -> float:
+    """Where gates are clamped below: f is within 2e-36 of zero there, and its exponential is still finite in fp32.
+
+    So a gate of minus infinity gives (almost) the limit, zero, instead of NaN.
+    """
+    return -87.0 / alpha if kind == "silu" else -10.0
+
+
 def activation_ref(x: torch.Tensor, act: Activation) -> torch.Tensor:
     """The definition: x (.., 2I) gate and up columns -> (.., I) fp32.
 
@@ -76,8 +84,8 @@ def activation_ref(x: torch.Tensor, act: Activation) -> torch.Tensor:
     x = x.float()
     half = x.shape[-1] // 2
     gate, up = (x[..., 0::2], x[..., 1::2]) if act.interleaved else (x[..., :half], x[..., half:])
+    gate = gate.clamp(lowest_gate(act.kind, act.alpha), act.limit)
     if act.limit is not None:
-        gate = gate.clamp(max=act.limit)
         up = up.clamp(-act.limit, act.limit)
     t = act.alpha * gate if act.kind == "silu" else _GELU_SCALE * (gate + 0.044715 * (gate * gate * gate))
     return gate / (1.0 + torch.exp(-t)) * (up + act.up_offset)

@@ -54,23 +54,11 @@ def locate_rows(block, counts_ptr, rows, filled, ends, COUNTS: tl.constexpr, BLO
 
 
 @triton.jit
-def finite_amax(v):
-    """Largest magnitude over the finite values of each group: (R, GROUPS, GROUP) -> (R, GROUPS)."""
-    a = tl.abs(v)
-    return tl.max(tl.where(a < float("inf"), a, 0.0), axis=2)
-
-
-@triton.jit
-def e4m3_bits(q, v):
-    """Round q to e4m3 bits: saturating, to nearest even; 0x7f where v, of which q is a multiple, is NaN."""
-    q = tl.minimum(tl.maximum(q, -448.0), 448.0)
-    q = tl.where(v == v, q, float("nan"))
-    return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
 def fp8_block_scale(amax, RULE: tl.constexpr):
-    scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+    """fp8_block scale of a block's amax; see fp8_block.py."""
+    # amax / 448 rounded once: the quotient's remainder is exact wherever the quotient is above the bound that follows
+    q = amax * 0.002232142857142857
+    scale = tl.maximum(tl.fma(tl.fma(q, -448.0, amax), 0.002232142857142857, q), 1.1754943508222875e-38)
     if RULE == "pow2":
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -91,21 +79,36 @@ def e8m0_byte(amax, RULE: tl.constexpr):
 
 @triton.jit
 def encode(v, RULE: tl.constexpr):
-    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)): fp32 scales for the fp8_block rules, else E8M0 bytes as int32."""
-    amax = finite_amax(v)
+    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)): fp32 scales for the fp8_block rules, else E8M0 bytes as int32.
+
+    The conversion itself saturates, infinities too, and makes every NaN 0x7f (`cvt.rn.satfinite`).
+    """
+    a = tl.abs(v)
+    finite = a < float("inf")
+    amax = tl.max(tl.where(finite, a, 0.0), axis=2)
     if RULE == "fp32":
         scale = fp8_block_scale(amax, RULE)
-        q = tl.div_rn(v, tl.expand_dims(scale, 2))
-    elif RULE == "pow2":
-        scale = fp8_block_scale(amax, RULE)
-        # both are powers of two and normal numbers, so the product equals the quotient
-        inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        q = v * tl.expand_dims(inverse, 2)
+        bits = scale.to(tl.int32, bitcast=True)
+        # v / scale, correctly rounded without a division for each element (Markstein): with the scale's power of two taken out of both,
+        # the reciprocal of its mantissa is rounded once and the remainder is exact
+        power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        inverse = tl.expand_dims(tl.div_rn(mantissa * 0.0 + 1.0, mantissa), 2)
+        u = v * tl.expand_dims(power, 2)
+        q = u * inverse
+        # in this form a zero keeps its sign (unary minus, which is 0 - x, would lose it)
+        q = tl.fma(tl.fma(q, tl.expand_dims(mantissa, 2), u * -1.0) * -1.0, inverse, q)
+        q = tl.where(finite, q, v)
     else:
-        scale = e8m0_byte(amax, RULE)
-        inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)  # bytes are at most 247: a normal number
+        # a division by a power of two: multiply by its inverse, which is a normal number under every rule
+        if RULE == "pow2":
+            scale = fp8_block_scale(amax, RULE)
+            inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        else:
+            scale = e8m0_byte(amax, RULE)
+            inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
         q = v * tl.expand_dims(inverse, 2)
-    return e4m3_bits(q, v), scale
+    return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
 
 
 @triton.jit

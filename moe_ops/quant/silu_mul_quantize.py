@@ -13,7 +13,7 @@ from moe_ops.core import checks
 from moe_ops.core.formats import E4M3, Format, QTensor
 from moe_ops.core.ops import register
 from moe_ops.quant import fp8_block, mxfp8
-from moe_ops.quant.activation import Activation, activation_ref
+from moe_ops.quant.activation import Activation, activation_ref, lowest_gate
 from moe_ops.quant.quantize import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, write_ref
 from moe_ops.quant.row_config import RowConfig
 
@@ -59,8 +59,12 @@ def silu_mul_quantize_into(
         result = silu_mul_quantize_ref(x, counts, fmt, layout, rule, act_kind, alpha, limit, up_offset, interleaved)
         return write_ref((data, scale), *result, filled_rows(x, counts), fmt, layout)
     grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config)
+    lowest = lowest_gate(act_kind, alpha)
+    if act_kind == "silu" and alpha == 1.0 and limit == math.inf and up_offset == 0.0:
+        act_kind = "plain_silu"
     launch(
-        "silu_mul_quantize", _silu_mul_quantize_kernel, grid, *args, alpha, limit, up_offset, KIND=act_kind, INTERLEAVED=interleaved, **meta
+        "silu_mul_quantize", _silu_mul_quantize_kernel, grid, *args, alpha, lowest, limit, up_offset,
+        KIND=act_kind, INTERLEAVED=interleaved, **meta,
     )  # fmt: skip
 
 
