@@ -42,6 +42,10 @@ class Format:
     weight_block: tuple[int, int]
     rules: tuple[str, ...]
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        # formats are compared by identity: a copied or unpickled module must hold the same object
+        return get_format, (self.name,)
+
 
 FP8_BLOCK = Format("fp8_block", torch.float32, (1, 128), (128, 128), ("fp32", "pow2"))
 MXFP8 = Format("mxfp8", torch.uint8, (1, 32), (1, 32), ("rceil", "floor", "even"))

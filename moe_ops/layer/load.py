@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from moe_ops.core.formats import E4M3, FP8_BLOCK, QTensor, make_qtensor
+from moe_ops.core.formats import E4M3, FP8_BLOCK, Format, QTensor, get_format, make_qtensor
 from moe_ops.layer.dialects import SCALE_SUFFIXES, Dialect, detect, read_weight, scale_keys
+from moe_ops.quant.quantize import quantize_weight
 
 #: Names of (gate, up, down) below one expert.
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -60,6 +61,26 @@ def deinterleave(w: torch.Tensor) -> torch.Tensor:
 def canonical_b13(b: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
     """gate|up bias [.., 2I] in the order of `canonical_w13`'s rows."""
     return torch.cat((b[..., 0::2], b[..., 1::2]), dim=-1) if interleaved else b.contiguous()
+
+
+def in_format(weights: ExpertWeights, fmt: str | Format | None, what: str) -> ExpertWeights:
+    """Weights quantized to `fmt`, or as they are for None; `what` names them in errors.
+
+    Raises:
+        ValueError: an unknown format, or weights that are quantized in the other one.
+    """
+    if fmt is None:
+        return weights
+    f = get_format(fmt, "MoELayer")
+    out: list[Weight] = []
+    for w, segments in ((weights.w13, 2 if f is FP8_BLOCK else 1), (weights.w2, 1)):
+        if isinstance(w, QTensor):
+            if w.format is not f:
+                raise ValueError(f"MoELayer: {what} is {w.format.name} and format={f.name!r} was asked for; dequantize it first, which is lossy")
+            out.append(w)
+        else:
+            out.append(quantize_weight(w, f, segments=segments))
+    return ExpertWeights(out[0], out[1], weights.b13, weights.b2)
 
 
 def load_experts(

@@ -1,0 +1,117 @@
+"""Modules that hold quantized experts and a router under the names of a state dict, and never convert their bits."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ops.core.formats import E4M3, FP8_BLOCK, Format, QTensor, as_bytes, as_e4m3
+from moe_ops.core.numerics import decode_e8m0
+from moe_ops.layer.load import ExpertWeights, Weight
+
+
+def _frozen(t: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(t.detach(), requires_grad=False)
+
+
+class Exact(nn.Module):
+    """Base of modules with tensors whose bits must stay: `.to(dtype)`, `.half()` and `.float()` move them and never convert them."""
+
+    def exact(self) -> list[str]:
+        """Names of the tensors of this module (not of its children) that keep their bits."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Exact":
+        keep = {id(getattr(self, name)) for name in self.exact()}
+
+        def apply(t: torch.Tensor) -> torch.Tensor:
+            if id(t) not in keep:
+                return fn(t)
+            as_int = torch.uint8 if t.element_size() == 1 else torch.int32
+            return fn(t.view(as_int)).view(t.dtype)
+
+        return super()._apply(apply, recurse)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, torch.Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state = dict(state_dict)
+        for name in self.exact():
+            if prefix + name in state:
+                state[prefix + name] = _bits(prefix + name, state[prefix + name], getattr(self, name))
+        super()._load_from_state_dict(state, prefix, *args, **kwargs)
+
+
+def _bits(name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`t` in the dtype of `like` without touching a bit: Module.load_state_dict would convert, and E8M0 byte 127 would become 1."""
+    t = t.detach()
+    if like.dtype == E4M3:
+        t = as_e4m3(t)
+    elif like.dtype == torch.uint8:
+        t = as_bytes(t)
+        if t.dtype == torch.uint8 and bool((t == 255).any()):
+            raise ValueError(f"MoELayer: {name!r} holds the E8M0 byte 255, which is NaN")
+    elif t.dtype == torch.float8_e8m0fnu:
+        t = decode_e8m0(as_bytes(t))
+    elif t.dtype in (torch.bfloat16, torch.float16):
+        t = t.float()
+    if t.dtype != like.dtype:
+        raise ValueError(f"MoELayer: {name!r} must be {like.dtype} as in this layer, got {t.dtype}; build the layer with from_state_dict instead")
+    return t
+
+
+class Experts(Exact):
+    """Stacked experts under the names `gate_up_proj`, `down_proj`, with `_scale_inv` where quantized and `_bias` where biased."""
+
+    gate_up_proj: nn.Parameter
+    gate_up_proj_scale_inv: nn.Parameter | None
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_scale_inv: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        super().__init__()
+        self.format: Format | None = None
+        self.rules = ("unknown", "unknown")
+        w13, w2 = weights.w13, weights.w2
+        if isinstance(w13, QTensor) and isinstance(w2, QTensor):
+            self.format, self.rules = w13.format, (w13.rule, w2.rule)
+        for name, w in (("gate_up_proj", w13), ("down_proj", w2)):
+            self.register_parameter(name, _frozen(w.data if isinstance(w, QTensor) else w))
+            self.register_parameter(f"{name}_scale_inv", _frozen(w.scale) if isinstance(w, QTensor) else None)
+        self.register_parameter("gate_up_proj_bias", None if weights.b13 is None else _frozen(weights.b13))
+        self.register_parameter("down_proj_bias", None if weights.b2 is None else _frozen(weights.b2))
+
+    def exact(self) -> list[str]:
+        """Data and scales, where quantized."""
+        if self.format is None:
+            return []
+        return ["gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"]
+
+    def weights(self) -> tuple[Weight, Weight]:
+        """(w13, w2) over the module's own storage."""
+        f = self.format
+        if f is None:
+            return self.gate_up_proj, self.down_proj
+        assert self.gate_up_proj_scale_inv is not None and self.down_proj_scale_inv is not None
+        segments = 2 if f is FP8_BLOCK else 1
+        w13 = QTensor(self.gate_up_proj, self.gate_up_proj_scale_inv, f, f.weight_block, "row_major", self.rules[0], segments)
+        return w13, QTensor(self.down_proj, self.down_proj_scale_inv, f, f.weight_block, "row_major", self.rules[1])
+
+
+class Gate(Exact):
+    """Router: `weight` [E, H], and where the model has them `bias` [E] (of the logits) and `e_score_correction_bias` [E] (fp32, of the ranking)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, correction: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = _frozen(weight)
+        self.register_parameter("bias", None if bias is None else _frozen(bias))
+        self.register_buffer("e_score_correction_bias", None if correction is None else correction.detach().float().contiguous())
+
+    def exact(self) -> list[str]:
+        """The correction bias: a rank decided in bf16 would be another one."""
+        return [] if self.e_score_correction_bias is None else ["e_score_correction_bias"]
