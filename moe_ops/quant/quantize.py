@@ -1,91 +1,32 @@
 """Quantization of activations: bf16, fp16 or fp32 rows -> e4m3 rows with a scale for every 1x128 (fp8_block) or 1x32 (mxfp8) block.
 
 The formulas are those of fp8_block.py and mxfp8.py, byte for byte. The scales come in the layout that the consumer reads, written by the
-same kernel. `quantize_weight` and `dequantize` live in files of their own and are named here too.
+same kernel. `quantize_weight` and `dequantize`, which live in files of their own, are named here too.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from moe_ops.core import checks
-from moe_ops.core.arch import arch_of
-from moe_ops.core.formats import E4M3, LAYOUTS, Format, QTensor, ceil_div, get_format
+from moe_ops.core.formats import E4M3, Format, QTensor
 from moe_ops.core.ops import register
 from moe_ops.quant import fp8_block, mxfp8
-from moe_ops.quant.row_config import RowConfig, heuristic, is_legal
-from moe_ops.quant.scale_storage import kernel_view, layout_reason, new_scale, pack_ref, padded_rows, unpack_ref
+from moe_ops.quant.dequantize import dequantize
+from moe_ops.quant.row_config import RowConfig
+from moe_ops.quant.rows import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, write_ref
+from moe_ops.quant.weight import quantize_weight
 
 if TYPE_CHECKING:
     from moe_ops.router.routing import Routing
 
-__all__ = ["quantize"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def filled_rows(x: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor | None:
-    """Bool mask of the rows of x (R, K) or (E, capacity, K) that counts fill, or None for all."""
-    if counts is None:
-        return None
-    rows = x.shape[-2]
-    index = torch.arange(rows, device=x.device)
-    filled = counts.reshape(-1).clamp(0, rows)
-    return index < (filled.sum() if x.dim() == 2 else filled[:, None])
-
-
-def finish_ref(data: torch.Tensor, scale: torch.Tensor, filled: torch.Tensor | None, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and row-major scales -> what the op returns; rows that are not filled hold zeros (on a GPU they are not written)."""
-    if filled is not None:
-        data = torch.where(filled.unsqueeze(-1), data, 0)
-        scale = torch.where(filled.unsqueeze(-1), scale, 0)
-    return data, pack_ref(scale, layout)
+__all__ = ["dequantize", "quantize", "quantize_weight"]
 
 
 def quantize_ref(x: torch.Tensor, counts: torch.Tensor | None, fmt: str, layout: str, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `quantize`, any device: (bits uint8, scales in `layout`)."""
     data, scale = (fp8_block if fmt == "fp8_block" else mxfp8).quantize_rows_ref(x, rule)
     return finish_ref(data, scale, filled_rows(x, counts), layout)
-
-
-def write_ref(
-    out: tuple[torch.Tensor, torch.Tensor], data: torch.Tensor, scale: torch.Tensor, filled: torch.Tensor | None, fmt: str, layout: str
-) -> None:
-    """Copy the filled rows of a reference's results into given buffers."""
-    if filled is not None:
-        blocks = ceil_div(data.shape[-1], get_format(fmt).act_block[1])
-        new, old = (unpack_ref(s, layout, data.shape[-2], blocks, fmt) for s in (scale, out[1]))
-        data = torch.where(filled.unsqueeze(-1), data, out[0])
-        scale = pack_ref(torch.where(filled.unsqueeze(-1), new, old), layout)
-    out[0].copy_(data)
-    out[1].copy_(scale)
-
-
-def row_arguments(
-    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor | None, fmt: str, rule: str, layout: str, config: RowConfig | None
-) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """Grid, run-time arguments and constants that the row kernels share; data is (rows, K) or (experts, rows, K)."""
-    rows, k = data.shape[-2:]
-    masked = data.dim() == 3
-    experts = data.shape[0] if masked else 1
-    group = 128 if fmt == "fp8_block" else 32
-    arch = arch_of(x.device)
-    if config is None:
-        config = heuristic(experts * rows, k, group, arch)
-    elif (reason := is_legal(config, group)) is not None:
-        raise ValueError(f"quantize: {config} cannot run: {reason}")
-    tiles = experts * ceil_div(rows, config.block_r) * ceil_div(k, config.columns)
-    scale, stride_se, stride_sm, stride_sb = kernel_view(scale, layout)
-    args = (
-        x, counts, data, scale, rows, experts, padded_rows(rows, layout) - rows,
-        x.stride(0) if masked else 0, x.stride(-2), data.stride(0) if masked else 0, data.stride(-2), stride_se, stride_sm, stride_sb,
-    )  # fmt: skip
-    meta = {
-        "K": k, "GROUP": group, "RULE": rule, "LAYOUT": layout,
-        "COUNTS": "all" if counts is None else "masked" if masked else "packed", "NUM_COUNTS": 0 if counts is None else counts.numel(),
-        "BLOCK_R": config.block_r, "GROUPS": config.columns // group, "num_warps": config.warps, "enable_fp_fusion": False,
-    }  # fmt: skip
-    return (min(tiles, arch.sms * config.programs),), args, meta
 
 
 def quantize_into(
@@ -113,13 +54,6 @@ def quantize_into(
     launch("quantize", _quantize_kernel, grid, *args, **meta)
 
 
-def new_quantized(like: torch.Tensor, shape: tuple[int, ...], fmt: str, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised (data uint8, scales in `layout`) for an activation of `shape` on the device of `like`."""
-    block = 128 if fmt == "fp8_block" else 32
-    scale_dtype = torch.float32 if fmt == "fp8_block" else torch.uint8
-    return like.new_empty(shape, dtype=torch.uint8), new_scale(like, shape[:-2], shape[-2], ceil_div(shape[-1], block), scale_dtype, layout)
-
-
 def _quantize_triton(
     x: torch.Tensor, counts: torch.Tensor | None, fmt: str, layout: str, rule: str, config: RowConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,43 +67,6 @@ def _fake(x: torch.Tensor, counts: torch.Tensor | None, fmt: str, layout: str, r
 
 
 _op = register("quantize", cuda=_quantize_triton, cpu=quantize_ref, fake=_fake)
-
-
-def resolve(op: str, fmt: str | Format, layout: str | None, rule: str | None) -> tuple[Format, str, str]:
-    """Descriptor, layout and rule of a call, checked against each other."""
-    f = get_format(fmt, op)
-    rule = f.rules[0] if rule is None else rule
-    layout = "row_major" if layout is None else layout
-    if rule not in f.rules:
-        checks.one_of(op, f"rule of {f.name}", rule, f.rules)
-    if layout not in LAYOUTS:
-        checks.one_of(op, "layout", layout, LAYOUTS)
-    reason = layout_reason(f.name, rule, layout)
-    if reason is not None:
-        raise ValueError(f"{op}: {reason}")
-    return f, layout, rule
-
-
-def device_counts(op: str, counts: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """The counts tensor that kernels read, from what the user gave: None, a tensor, or a Routing."""
-    if counts is None:
-        return None
-    if not isinstance(counts, torch.Tensor):
-        if not hasattr(counts, "offsets"):
-            raise TypeError(f"{op}: counts must be an int32 tensor, a Routing or None, got {type(counts).__name__}")
-        counts = counts.offsets[-1:] if x.dim() == 2 else counts.counts
-    checks.device_counts(op, "counts", counts, x.shape[0] if x.dim() == 3 else None)
-    return counts
-
-
-def check_rows(op: str, x: torch.Tensor, counts: torch.Tensor | None) -> None:
-    """What every quantizer of rows demands of its input."""
-    checks.is_tensor(op, "x", x)
-    checks.dtype(op, "x", x, _DTYPES)
-    checks.ndim(op, "x", x, (2, 3))
-    checks.last_stride_one(op, "x", x)
-    checks.no_grad(op, x=x)
-    checks.same_device(op, x=x, counts=counts)
 
 
 def quantize(
@@ -190,9 +87,9 @@ def quantize(
 
     Layout: see `moe_ops.quant.scale_storage`; padding rows and blocks hold zero bytes.
 
-    Numerics: scale = amax / 448 (fp8_block, IEEE division, at least 2^-126, 1 for a zero block) or 2^ceil(log2(amax / 448)) (mxfp8, exactly, byte 0 for a
-        zero block); elements round to nearest even and clamp to +-448. amax counts finite values only; an infinity becomes +-448 and a NaN 0x7f,
-        in their own block alone. Deterministic; the same bytes on CPU and GPU.
+    Numerics: scale = amax / 448 (fp8_block, IEEE division, at least 2^-126, 1 for a zero block) or 2^ceil(log2(amax / 448)) (mxfp8, exactly,
+        byte 0 for a zero block); elements round to nearest even and clamp to +-448. amax counts finite values only; an infinity becomes +-448
+        and a NaN 0x7f, in their own block alone. Deterministic; the same bytes on CPU and GPU.
 
     Raises:
         TypeError: x or counts of another dtype.

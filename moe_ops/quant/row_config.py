@@ -40,15 +40,15 @@ def is_legal(cfg: RowConfig, group: int) -> str | None:
     return None
 
 
-def heuristic(rows: int, k: int, group: int, arch: Arch) -> RowConfig:
+def heuristic(rows: int, k: int, arch: Arch, block_r: int = 4) -> RowConfig:
     """The config for `rows` rows of capacity (all experts together) of k columns.
 
-    Few rows: tiles of one row, so that as many programs as possible work at once. Many: tiles of several rows, which keep more loads in
-    flight and share one search for the expert.
+    Few rows: tiles of one row, so that as many programs as possible work at once. Many: tiles of `block_r` rows, which keep more loads in
+    flight and share one search for the expert; 64 registers a thread let 4 programs of 8 warps share an SM.
     """
     columns = 1024 if k > 512 else 512
     if rows * ceil_div(k, columns) >= 32 * arch.sms:
-        return RowConfig(4, columns, warps=8, programs=4)
+        return RowConfig(block_r, columns, warps=8, programs=4)
     return RowConfig(1, columns, warps=4, programs=8)
 
 

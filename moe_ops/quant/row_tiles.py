@@ -78,27 +78,31 @@ def e8m0_byte(amax, RULE: tl.constexpr):
 
 
 @triton.jit
-def encode(v, RULE: tl.constexpr):
-    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)): fp32 scales for the fp8_block rules, else E8M0 bytes as int32.
+def quotient(v, finite, scale):
+    """v / scale in fp32, correctly rounded, for an fp8_block scale that broadcasts against v; `finite` says which v are.
 
-    The conversion itself saturates, infinities too, and makes every NaN 0x7f (`cvt.rn.satfinite`).
+    Without a division for each element (Markstein): with the scale's power of two taken out of both, the reciprocal of its mantissa is
+    rounded once and the remainder is exact. In this form a zero keeps its sign (unary minus, which is 0 - x, would lose it).
     """
+    bits = scale.to(tl.int32, bitcast=True)
+    power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(mantissa * 0.0 + 1.0, mantissa)
+    u = v * power
+    q = u * inverse
+    q = tl.fma(tl.fma(q, mantissa, u * -1.0) * -1.0, inverse, q)
+    return tl.where(finite, q, v)
+
+
+@triton.jit
+def scaled(v, RULE: tl.constexpr):
+    """Tile v (R, GROUPS, GROUP) fp32 -> (v / scale fp32, scales (R, GROUPS)): fp32 scales for the fp8_block rules, else E8M0 bytes as int32."""
     a = tl.abs(v)
     finite = a < float("inf")
     amax = tl.max(tl.where(finite, a, 0.0), axis=2)
     if RULE == "fp32":
         scale = fp8_block_scale(amax, RULE)
-        bits = scale.to(tl.int32, bitcast=True)
-        # v / scale, correctly rounded without a division for each element (Markstein): with the scale's power of two taken out of both,
-        # the reciprocal of its mantissa is rounded once and the remainder is exact
-        power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
-        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-        inverse = tl.expand_dims(tl.div_rn(mantissa * 0.0 + 1.0, mantissa), 2)
-        u = v * tl.expand_dims(power, 2)
-        q = u * inverse
-        # in this form a zero keeps its sign (unary minus, which is 0 - x, would lose it)
-        q = tl.fma(tl.fma(q, tl.expand_dims(mantissa, 2), u * -1.0) * -1.0, inverse, q)
-        q = tl.where(finite, q, v)
+        q = quotient(v, finite, tl.expand_dims(scale, 2))
     else:
         # a division by a power of two: multiply by its inverse, which is a normal number under every rule
         if RULE == "pow2":
@@ -108,7 +112,20 @@ def encode(v, RULE: tl.constexpr):
             scale = e8m0_byte(amax, RULE)
             inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
         q = v * tl.expand_dims(inverse, 2)
-    return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
+    return q, scale
+
+
+@triton.jit
+def e4m3_bits(q):
+    """fp32 -> e4m3 bits, to nearest even; the conversion saturates, infinities too, and makes every NaN 0x7f (`cvt.rn.satfinite`)."""
+    return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def encode(v, RULE: tl.constexpr):
+    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)); see `scaled`."""
+    q, scale = scaled(v, RULE)
+    return e4m3_bits(q), scale
 
 
 @triton.jit
@@ -123,7 +140,10 @@ def scale_offset(row, column, stride_m, stride_b, words, LAYOUT: tl.constexpr):
 
 @triton.jit
 def store_scales(scale_ptr, scale, row, first_group, limit, stride_m, stride_b, GROUPS_TOTAL: tl.constexpr, LAYOUT: tl.constexpr):
-    """Store a tile's scales (R, GROUPS) for rows `row` (R,) int64 below `limit`; groups past the last one are stored as byte 0 of a word, else not at all."""
+    """Store a tile's scales (R, GROUPS) of the rows `row` (R,) int64 that are below `limit`.
+
+    Groups past the last one are not stored, except as zero bytes that fill up a word.
+    """
     group = first_group + tl.arange(0, scale.shape[1])
     if LAYOUT == "row_major" or LAYOUT == "mn_major":
         mask = (row < limit)[:, None] & (group < GROUPS_TOTAL)[None, :]

@@ -14,9 +14,7 @@ Padding (rows up to P or to a multiple of 128, blocks up to 4 W) holds zero byte
 import torch
 
 from moe_ops.core.formats import ceil_div
-
-#: Layouts that hold exponent bytes, and so only powers of two.
-BYTE_LAYOUTS = ("ue8m0_packed", "swizzle_32x4x4")
+from moe_ops.core.numerics import decode_e8m0
 
 
 def layout_reason(fmt: str, rule: str, layout: str) -> str | None:
@@ -91,16 +89,14 @@ def pack_ref(scale: torch.Tensor, layout: str) -> torch.Tensor:
 def unpack_ref(scale: torch.Tensor, layout: str, rows: int, blocks: int, fmt: str) -> torch.Tensor:
     """The inverse of `pack_ref`: scales in `layout` -> row-major (.., rows, blocks), fp32 for fp8_block and uint8 for mxfp8."""
     if layout in ("row_major", "mn_major"):
-        return scale.contiguous()
+        return scale.clone(memory_format=torch.contiguous_format)
     words = ceil_div(blocks, 4)
     if layout == "ue8m0_packed":
         byte = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     else:
         tiles = scale.reshape(*scale.shape[:-1], -1, words, 32, 4, 4)
         byte = tiles.movedim((-4, -3, -2), (-2, -3, -4)).flatten(-5, -3).flatten(-2)
-    byte = byte[..., :rows, :blocks]
+    byte = byte[..., :rows, :blocks].clone(memory_format=torch.contiguous_format)
     if fmt == "mxfp8":
-        return byte.contiguous()
-    from moe_ops.core.numerics import decode_e8m0
-
+        return byte
     return decode_e8m0(byte)

@@ -14,8 +14,8 @@ from moe_ops.core.formats import E4M3, Format, QTensor
 from moe_ops.core.ops import register
 from moe_ops.quant import fp8_block, mxfp8
 from moe_ops.quant.activation import Activation, activation_ref, lowest_gate
-from moe_ops.quant.quantize import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, write_ref
 from moe_ops.quant.row_config import RowConfig
+from moe_ops.quant.rows import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, write_ref
 
 if TYPE_CHECKING:
     from moe_ops.router.routing import Routing
@@ -58,7 +58,8 @@ def silu_mul_quantize_into(
     if not can_launch(_silu_mul_quantize_kernel, x.device):
         result = silu_mul_quantize_ref(x, counts, fmt, layout, rule, act_kind, alpha, limit, up_offset, interleaved)
         return write_ref((data, scale), *result, filled_rows(x, counts), fmt, layout)
-    grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config)
+    # splitting interleaved pairs takes more registers, so fewer rows at once
+    grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config, block_r=2 if interleaved else 4)
     lowest = lowest_gate(act_kind, alpha)
     if act_kind == "silu" and alpha == 1.0 and limit == math.inf and up_offset == 0.0:
         act_kind = "plain_silu"
