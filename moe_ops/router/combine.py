@@ -19,7 +19,7 @@ from moe_ops.core.ops import register
 from moe_ops.router.routing import Routing
 
 if TYPE_CHECKING:
-    from moe_ops.router.permute import PaddedRouting
+    from moe_ops.router.padding import PaddedRouting
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -72,7 +72,7 @@ def _combine_kernel(
     cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros([BLOCK_H], tl.float32)
     for j0 in range(0, TOP_K, UNROLL):
-        for u in tl.static_range(UNROLL):
+        for u in tl.static_range(UNROLL):  # pyright: ignore[reportGeneralTypeIssues]
             j = j0 + u
             row = tl.load(inverse_ptr + token * TOP_K + j, mask=j < TOP_K, other=-1).to(tl.int64)
             used = (row >= 0) & (row < R)
@@ -110,7 +110,7 @@ def combine_into(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, 
         y.stride(0),
         out.stride(0),
         TOP_K=top_k,
-        UNROLL=min(8, triton.next_power_of_2(top_k)),
+        UNROLL=min(8, 1 << (top_k - 1).bit_length()),
         BLOCK_H=config.block_h,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
@@ -141,7 +141,7 @@ def combine(
 
     Args:
         y (R, H), bf16, fp16 or fp32, last stride 1: expert outputs in the row order of `routing`, with R >= the length of `routing.order`.
-        routing: a `Routing` (packed rows) or the `PaddedRouting` of `permute`.
+        routing: a `Routing` (packed rows), or the `PaddedRouting` of `permute`; masked rows come as y.view(-1, H).
         out (T, H), bf16, fp16 or fp32, last stride 1: written and returned; must not overlap y.
         out_dtype: dtype of a new output; None takes y's.
 

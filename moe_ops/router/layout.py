@@ -81,7 +81,8 @@ def routing_layout_ref(
     order = torch.where(row < offsets[-1], pair, -1)
     inverse = torch.empty_like(row).scatter_(0, pair, row)
     inverse = torch.where(key < num_local, inverse, -1).view_as(local)
-    return out_ids, out_weights, *(t.to(torch.int32) for t in (counts, offsets, order, inverse))
+    counts, offsets, order, inverse = (t.to(torch.int32) for t in (counts, offsets, order, inverse))
+    return out_ids, out_weights, counts, offsets, order, inverse
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def _pair_offsets(pair, stride_t, stride_j, TOP_K: tl.constexpr, FLAT: tl.conste
         return (pair // TOP_K).to(tl.int64) * stride_t + (pair % TOP_K).to(tl.int64) * stride_j
 
 
-@triton.jit(do_not_specialize=["T", "num_local", "first", "stride_it", "stride_ij", "stride_wt", "stride_wj"])
+@triton.jit(do_not_specialize=["T", "num_experts", "num_local", "first", "stride_it", "stride_ij", "stride_wt", "stride_wj"])
 def _routing_layout_kernel(
     ids_ptr,
     weights_ptr,
@@ -126,7 +127,7 @@ def _routing_layout_kernel(
     order_ptr,
     inverse_ptr,
     T,
-    num_experts: tl.constexpr,
+    num_experts,
     num_local,
     first,
     stride_it,
@@ -270,7 +271,7 @@ def _routing_layout_triton(
     expert_map: torch.Tensor | None,
     num_valid: torch.Tensor | None,
 ) -> LayoutTensors:
-    outs = empty_layout(*ids.shape, num_local, ids.device)
+    outs = empty_layout(ids.shape[0], ids.shape[1], num_local, ids.device)
     out_ids, out_weights, counts, offsets, order, inverse = outs
     layout_into(
         ids,
@@ -314,7 +315,7 @@ def _routing_layout_fake(
     expert_map: torch.Tensor | None,
     num_valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return empty_layout(*ids.shape, num_local, ids.device)
+    return empty_layout(ids.shape[0], ids.shape[1], num_local, ids.device)
 
 
 routing_layout = register("routing_layout", cuda=_routing_layout_triton, cpu=routing_layout_ref, fake=_routing_layout_fake)

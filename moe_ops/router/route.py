@@ -136,8 +136,10 @@ def route(
     num_local, first, expert_map = parse_local(op, local, experts)
     check_num_valid(op, num_valid)
     checks.same_device(op, logits=logits, bias=bias, num_valid=num_valid, expert_map=expert_map)
-    outs = _route(logits, top_k, score, bias, n_group, topk_group, bool(renormalize), float(scale), num_valid, num_local, first, expert_map)
-    return Routing(*outs, experts, first, expert_map)
+    ids, weights, counts, offsets, order, inverse = _route(
+        logits, top_k, score, bias, n_group, topk_group, bool(renormalize), float(scale), num_valid, num_local, first, expert_map
+    )
+    return Routing(ids, weights, counts, offsets, order, inverse, experts, first, expert_map)
 
 
 def _check_sizes(op: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:

@@ -8,12 +8,15 @@ How many rows are filled is known on the device alone (offsets[E_local]); buffer
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_ops.core import checks
 from moe_ops.router.layout import MAX_PAIRS, routing_layout
+
+if TYPE_CHECKING:
+    from moe_ops.router.conversions import ExpertRows
 
 #: `local=` of the public functions: None (all experts are here), (first, count), an expert map, or (expert map, count).
 Local = tuple[int, int] | torch.Tensor | tuple[torch.Tensor, int] | None
@@ -108,7 +111,61 @@ class Routing:
         num_local, first, expert_map = parse_local(op, local, num_experts)
         check_num_valid(op, num_valid)
         checks.same_device(op, ids=ids, weights=weights, num_valid=num_valid, expert_map=expert_map)
-        return Routing(*routing_layout(ids, weights, num_experts, num_local, first, expert_map, num_valid), num_experts, first, expert_map)
+        ids, weights, counts, offsets, order, inverse = routing_layout(ids, weights, num_experts, num_local, first, expert_map, num_valid)
+        return Routing(ids, weights, counts, offsets, order, inverse, num_experts, first, expert_map)
+
+    def per_expert(self, capacity: int | None = None) -> "ExpertRows":
+        """Each local expert's token ids, weights and count, as views of tables of fixed size; nothing is read on the host.
+
+        Args:
+            capacity: rows of each expert in the tables; None takes T, enough for distinct ids. Rows beyond are left out.
+
+        Returns:
+            `ExpertRows`: token_ids and weights (E_local, capacity), counts (E_local,); indexing gives one expert's views.
+
+        Cost:
+            Writes 20 bytes for each of E_local * capacity rows: give a capacity where T is large.
+        """
+        from moe_ops.router.conversions import per_expert
+
+        return per_expert(self, capacity)
+
+    def to_offs(self) -> torch.Tensor:
+        """End of each expert's rows, int32 (E_local,): the `offs` of torch's grouped GEMMs, as a view."""
+        return self.offsets[1:]
+
+    def to_m_indices(self, block: int = 128) -> torch.Tensor:
+        """Expert of each row of the block-padded form, int32 (P,), -1 in padding: DeepGEMM's m_indices for `permute(.., block=block)`."""
+        from moe_ops.router.padding import pad_routing
+
+        return pad_routing(self, block=block).experts
+
+    def to_psum(self, block: int = 128) -> torch.Tensor:
+        """End of each expert's filled rows in the block-padded form, int32 (E_local,): DeepGEMM's psum layout."""
+        from moe_ops.router.conversions import to_psum
+
+        return to_psum(self, block)
+
+    def to_masked_m(self, capacity: int) -> torch.Tensor:
+        """Filled rows of each expert, int32 (E_local,), clamped to the capacity: masked_m for `permute(.., capacity=capacity)`."""
+        return self.counts.clamp(max=capacity)
+
+    def to_m_indptr(self, block: int = 4) -> torch.Tensor:
+        """First row of each expert in the block-padded form, int32 (E_local + 1,): FlashInfer's m_indptr, whose entries are multiples of 4."""
+        from moe_ops.router.padding import pad_routing
+
+        return pad_routing(self, block=block).offsets
+
+    def to_sorted_block(self, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What vLLM's moe_align_block_size returns.
+
+        Returns:
+            sorted_ids (P,) int32: pair of each row, T*k in padding. expert_ids (P / block,) int32: local expert of each block, -1 past the end.
+            num_tokens_post_pad (1,) int32: rows in use, padding of the blocks included.
+        """
+        from moe_ops.router.conversions import to_sorted_block
+
+        return to_sorted_block(self, block)
 
 
 def check_pairs(op: str, tokens: int, top_k: int) -> None:

@@ -44,7 +44,7 @@ class TopkConfig:
 
 def padded_columns(num_experts: int, n_group: int) -> tuple[int, int]:
     """Groups and experts per group, each rounded up to a power of two."""
-    return triton.next_power_of_2(n_group), triton.next_power_of_2(num_experts // n_group)
+    return 1 << (n_group - 1).bit_length(), 1 << (num_experts // n_group - 1).bit_length()
 
 
 def heuristic(tokens: int, columns: int, arch: Arch) -> TopkConfig:
@@ -103,7 +103,12 @@ def topk_ref(
     v = torch.where(nan, torch.nan, v)
     dropped = None
     if choice.n_group > 1:
-        best = torch.where(v.isnan(), -torch.inf, v).view(tokens, choice.n_group, -1).sort(dim=-1, descending=True).values[..., :2]
+        best = (
+            torch.where(v.isnan(), -torch.inf, v)
+            .view(tokens, choice.n_group, experts // choice.n_group)
+            .sort(dim=-1, descending=True)
+            .values[..., :2]
+        )
         kept = _falling(best.sum(-1))[:, : choice.topk_group]
         dropped = torch.ones(tokens, choice.n_group, dtype=torch.bool, device=x.device).scatter_(1, kept, False)
         dropped = dropped.repeat_interleave(experts // choice.n_group, -1)
@@ -326,7 +331,7 @@ def topk_into(
         choice.scale,
         E=experts,
         TOP_K=choice.top_k,
-        K_PADDED=triton.next_power_of_2(choice.top_k),
+        K_PADDED=1 << (choice.top_k - 1).bit_length(),
         SCORE=choice.score,
         RENORMALIZE=choice.renormalize and choice.score != "topk_softmax",
         N_GROUP=choice.n_group,
