@@ -106,10 +106,10 @@ def heuristic(problem: GroupedGemmProblem, arch: Arch) -> GroupedGemmConfig:
         if not arch.has_block_scaled_mma:
             return GroupedGemmConfig(16, 64, 32, 4, 8, 0, True) if m <= 32 else GroupedGemmConfig(64, 64, 32, 4, 6, 3, False)
         # 128 rows in the instruction's M: with 64, SM100 widens both operands to 16 bits
-        return GroupedGemmConfig(32, 128, 128, 4, 3, 2, True) if m <= 32 else GroupedGemmConfig(128, 128, 128, 8, 3, 1, False)
+        return GroupedGemmConfig(32, 128, 128, 8, 3, 2, True) if m <= 32 else GroupedGemmConfig(128, 128, 128, 8, 3, 1, False)
     block_k = 64 if problem.fmt == "plain" else 128
     if arch.smem < 150_000:  # SM89 and SM120: less than half of Hopper's shared memory
-        return GroupedGemmConfig(16, 64, block_k, 4, 3, 0, True) if m <= 16 else GroupedGemmConfig(64, 128, block_k, 4, 2, 1, False)
+        return GroupedGemmConfig(16, 64, block_k, 4, 3, 0, True) if m <= 16 else GroupedGemmConfig(64, 64, block_k, 4, 3, 2, False)
     # All rows below: H200, Triton 3.6, 2026-11-30, benchmarks/results/nvidia_h200/grouped_gemm_sweep.json
     active = min(problem.experts, problem.rows)
     if m <= 16:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moe_ops.core import checks
+from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import FORMATS, QTensor, as_bytes, ceil_div
 from moe_ops.core.ops import register
+from moe_ops.gemm import grouped_act
 from moe_ops.gemm.grouped import check_operands, grouped_gemm_into, grouped_gemm_ref
+from moe_ops.gemm.tile_list import list_size
 from moe_ops.quant.activation import Activation
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ __all__ = ["Workspace", "fused_moe", "make_workspace"]
 
 _X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IMPLS = ("triton", "torch")
+#: Rows an expert, on average, from which on GEMM1 is fused with what follows it.
+FUSE_ROWS = 64
 
 
 class Workspace(NamedTuple):
@@ -32,6 +37,7 @@ class Workspace(NamedTuple):
         h: GEMM1's output (R, 2I) fp32.
         aq, a_s: quantized (or 16-bit) activation rows (R, I) and their scales.
         y: GEMM2's rows (R, H).
+        tiles: the list of row tiles of a prefill.
     """
 
     xq: torch.Tensor
@@ -40,16 +46,28 @@ class Workspace(NamedTuple):
     aq: torch.Tensor
     a_s: torch.Tensor
     y: torch.Tensor
+    tiles: torch.Tensor
 
 
-def _workspace(tokens: int, top_k: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, device: torch.device) -> Workspace:
+def fuses_gemm1(rows: int, experts: int, inter: int, hidden: int, fmt: str, interleaved: bool, arch: Arch) -> bool:
+    """Whether GEMM1 runs with the activation and the quantization in its epilogue: many rows for each expert, and a shape that allows it.
+
+    With few rows the two stay apart: a tile of 2 x 128 weight rows leaves too few tiles to fill the GPU with loads.
+    """
+    return rows >= FUSE_ROWS * experts and grouped_act.unsupported(2 * inter, hidden, fmt, interleaved, arch) is None
+
+
+def _workspace(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, device: torch.device, fused: bool
+) -> Workspace:  # fmt: skip
     rows = tokens * top_k
     y_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # GEMM2 in fp16 can overflow
-    h = torch.empty((rows, 2 * inter), dtype=torch.float32, device=device)
+    h = torch.empty((0 if fused else rows, 2 * inter), dtype=torch.float32, device=device)
+    tiles = torch.empty((list_size(rows, experts, 64) if fused else 0,), dtype=torch.int32, device=device)
     y = torch.empty((rows, hidden), dtype=y_dtype, device=device)
     if fmt == "plain":
         none = torch.empty((0,), dtype=torch.uint8, device=device)
-        return Workspace(none, none, h, torch.empty((rows, inter), dtype=dtype, device=device), none, y)
+        return Workspace(none, none, h, torch.empty((rows, inter), dtype=dtype, device=device), none, y, tiles)
     width, scale = FORMATS[fmt].act_block[1], FORMATS[fmt].scale_dtype
     return Workspace(
         torch.empty((tokens, hidden), dtype=torch.uint8, device=device),
@@ -58,6 +76,7 @@ def _workspace(tokens: int, top_k: int, hidden: int, inter: int, fmt: str, dtype
         torch.empty((rows, inter), dtype=torch.uint8, device=device),
         torch.empty((rows, ceil_div(inter, width)), dtype=scale, device=device),
         y,
+        tiles,
     )
 
 
@@ -99,6 +118,7 @@ def fused_moe_into(
     tokens, top_k = inverse.shape
     if tokens == 0:
         return
+    rows, experts, two_i, hidden = tokens * top_k, *w13.shape
     filled = offsets[-1:]
     h = ws.h[: tokens * top_k]
     aq = ws.aq[: tokens * top_k]
@@ -111,6 +131,13 @@ def fused_moe_into(
         rule = FORMATS[fmt].rules[0]
         xq, xs, a_s = ws.xq[:tokens], ws.xs[:tokens], ws.a_s[: tokens * top_k]
         quantize_into(x, xq, xs, None, fmt, rule)
+        if fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device)):
+            tiles = ws.tiles[: list_size(rows, experts, 64)]
+            grouped_act.make_tiles(offsets, rows, tiles)
+            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s)  # type: ignore[arg-type]
+            grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y, config2)  # type: ignore[arg-type]
+            combine_into(y, inverse, weights, out)
+            return
         grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, fmt, segments, h, config13)
         silu_mul_quantize_into(h, aq, a_s, filled, fmt, rule, act_kind, alpha, limit, up_offset, interleaved)
         grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, fmt, 1, y, config2)
@@ -124,7 +151,9 @@ def _fused_moe_cuda(
 ) -> torch.Tensor:  # fmt: skip
     tokens, top_k = inverse.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    ws = _workspace(tokens, top_k, w13.shape[2], w13.shape[1] // 2, fmt, x.dtype, x.device)
+    experts, two_i, hidden = w13.shape
+    fused = fuses_gemm1(tokens * top_k, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device))
+    ws = _workspace(tokens, top_k, experts, hidden, two_i // 2, fmt, x.dtype, x.device, fused)
     fused_moe_into(x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments,
                    act_kind, alpha, limit, up_offset, interleaved, config13, config2, out, ws)  # fmt: skip
     return out
@@ -145,17 +174,17 @@ def _out_cuda(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
     weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
-    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor,
+    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
 ) -> None:  # fmt: skip
     fused_moe_into(x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments,
-                   act_kind, alpha, limit, up_offset, interleaved, config13, config2, out, Workspace(xq, xs, h, aq, a_s, y))  # fmt: skip
+                   act_kind, alpha, limit, up_offset, interleaved, config13, config2, out, Workspace(xq, xs, h, aq, a_s, y, tiles))  # fmt: skip
 
 
 def _out_cpu(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
     weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
-    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor,
+    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
 ) -> None:  # fmt: skip
     out.copy_(fused_moe_ref(x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments, act_kind, alpha, limit, up_offset, interleaved))
 
@@ -164,12 +193,12 @@ def _out_fake(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
     weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
-    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor,
+    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
 ) -> None:  # fmt: skip
     return None
 
 
-_out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y"))
+_out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y", "tiles"))
 
 
 def _check(
@@ -222,7 +251,9 @@ def _check(
 def make_workspace(tokens: int, top_k: int, w13: "QTensor | torch.Tensor", dtype: torch.dtype = torch.bfloat16) -> Workspace:
     """Buffers for `fused_moe(..., out=, workspace=)` with up to `tokens` tokens of `dtype`, on w13's device."""
     fmt = w13.format.name if isinstance(w13, QTensor) else "plain"
-    return _workspace(tokens, top_k, w13.shape[2], w13.shape[1] // 2, fmt, dtype, w13.device)
+    experts, two_i, hidden = w13.shape
+    ws = _workspace(tokens, top_k, experts, hidden, two_i // 2, fmt, dtype, w13.device, False)
+    return ws._replace(tiles=torch.empty((list_size(tokens * top_k, experts, 64),), dtype=torch.int32, device=w13.device))
 
 
 def fused_moe(

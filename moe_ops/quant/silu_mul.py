@@ -9,7 +9,7 @@ import triton.language as tl
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import can_launch, launch
-from moe_ops.quant.activation import Activation, activation_ref
+from moe_ops.quant.activation import Activation, activation_ref, lowest_gate
 from moe_ops.quant.silu_mul_quantize_kernel import gated_activation
 
 BLOCK = 1024
@@ -23,9 +23,9 @@ def silu_mul_ref(
     return activation_ref(x, act).to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows", "alpha", "limit", "up_offset"])
+@triton.jit(do_not_specialize=["rows", "alpha", "lowest", "limit", "up_offset"])
 def _silu_mul_kernel(
-    x_ptr, filled_ptr, out_ptr, rows, alpha, limit, up_offset, K: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, filled_ptr, out_ptr, rows, alpha, lowest, limit, up_offset, K: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """One program computes every num_programs-th tile of BLOCK_K columns of the filled rows; x is (rows, 2K), out (rows, K), contiguous."""
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -41,7 +41,7 @@ def _silu_mul_kernel(
         else:
             gate = tl.load(x_row + column, mask=ok, other=0.0).to(tl.float32)
             up = tl.load(x_row + K + column, mask=ok, other=0.0).to(tl.float32)
-        h = gated_activation(gate, up, alpha, limit, up_offset, KIND)
+        h = gated_activation(gate, up, alpha, lowest, limit, up_offset, KIND)
         tl.store(out_ptr + row * K + column, h.to(out_ptr.dtype.element_ty), mask=ok)
 
 
@@ -56,6 +56,6 @@ def silu_mul_into(
         return
     grid = (min(rows * ceil_div(k, BLOCK), arch_of(x.device).sms * 8),)
     launch(
-        "silu_mul", _silu_mul_kernel, grid, x, filled, out, rows, alpha, limit, up_offset,
+        "silu_mul", _silu_mul_kernel, grid, x, filled, out, rows, alpha, lowest_gate(act_kind, alpha), limit, up_offset,
         K=k, KIND=act_kind, INTERLEAVED=interleaved, BLOCK_K=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_ops import Activation, Routing, fused_moe, quantize_weight
+from moe_ops import Activation, Routing, fused_moe, quantize, quantize_weight
 from moe_ops.core.numerics import random_topk, relative_error, uneven
 from moe_ops.layer.fused import fused_moe_into, fused_moe_ref, make_workspace
 
@@ -182,9 +182,10 @@ def test_opcheck(device, fmt):
     torch.library.opcheck(torch.ops.moe_ops.fused_moe.default, args)
     ws = make_workspace(t, k, w13)
     torch.library.opcheck(torch.ops.moe_ops.fused_moe_out.default, (*args, None, None, torch.empty_like(args[0]), *ws))
-    a, sa, w, sw = (args[0], None, args[1], None) if fmt == "plain" else (ws.xq, ws.xs, args[1], args[2])
+    a, sa, w, sw = args[0], None, args[1], args[2]
     if fmt != "plain":
-        torch.ops.moe_ops.fused_moe_out.default(*args, None, None, torch.empty_like(args[0]), *ws)
+        q = quantize(args[0], fmt)
+        a, sa = q.data.view(torch.uint8), q.scale
     gemm = (a, sa, w, sw, None, args[8], args[9], k, fmt, args[12])
     torch.library.opcheck(torch.ops.moe_ops.grouped_gemm.default, (*gemm, torch.float32))
     torch.library.opcheck(torch.ops.moe_ops.grouped_gemm_out.default, (*gemm, torch.zeros(t * k, 2 * i, device=device)))

@@ -1,0 +1,143 @@
+"""GEMM1 with the activation and the quantization in its epilogue, and the tile list that it walks.
+
+The plain-Triton kernel runs everywhere (in the interpreter without a GPU); on a Hopper GPU its Gluon twin runs under the same bodies.
+"""
+
+import math
+
+import pytest
+import torch
+
+from moe_ops import quantize, quantize_weight
+from moe_ops.core.arch import arch_of, arch_of_capability
+from moe_ops.core.numerics import random_topk, relative_error, uneven
+from moe_ops.gemm.grouped import grouped_gemm_ref
+from moe_ops.gemm.grouped_act import GROUP_M, grouped_act_into, grouped_act_ref, grouped_down_into, unsupported, uses_hopper
+from moe_ops.gemm.tile_list import list_size, tile_list_into, tile_list_ref
+from moe_ops.quant.activation import Activation
+from moe_ops.router.routing import Routing
+
+HOPPER = torch.cuda.is_available() and uses_hopper(arch_of(torch.device("cuda")))
+KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)"))]
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 0], [0, 1], [0, 0, 0, 5, 5], [0, 64, 128, 256], [0, 65, 65, 300, 301], [0, 700], [-4, 10, 5, 2**31 - 1]],
+    ids=["nothing", "one row", "empty experts", "whole tiles", "tails", "one expert", "garbage is clamped"],
+)
+def test_tile_list(device, offsets, block_m):
+    rows = min(max(0, max(offsets)), 700)
+    given = torch.tensor(offsets, dtype=torch.int32, device=device)
+    out = torch.empty(list_size(rows, len(offsets) - 1, block_m), dtype=torch.int32, device=device)
+    tile_list_into(given, rows, block_m, out)
+    if offsets[0] >= 0:
+        assert torch.equal(out.cpu(), tile_list_ref(given.cpu(), rows, block_m))
+    count = int(out[0])
+    entries = out[4:].view(-1, 4)[:count]
+    assert (entries[:, 1] >= 0).all() and (entries[:, 1] + entries[:, 2] <= rows).all() and (entries[:, 2] <= block_m).all()
+
+
+def problem(counts, tokens, h, i, device, top_k=2):
+    e = len(counts)
+    x = quantize(uneven((tokens, h), seed=1).to(device), "fp8_block")
+    w = quantize_weight((uneven((e, 2 * i, h), block=(128, 128), seed=2, spread=1) * h**-0.5).to(device), "fp8_block", segments=2)
+    offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    order = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(3))[: sum(counts)].to(torch.int32).to(device)
+    return x, w, offsets, order
+
+
+def decoded(bits, scale):
+    rows, i = bits.shape
+    return (bits.view(torch.float8_e4m3fn).float().view(rows, -1, 128) * scale[..., None]).view(rows, i)
+
+
+CASES = [
+    ("one row a expert", [1, 1, 1]),
+    ("tails, whole tiles, empty", [5, 0, 130, 64, 65, 128, 1]),
+    ("all rows on one expert", [0, 200, 0]),
+    ("no rows", [0, 0]),
+]
+
+
+@pytest.mark.parametrize("hopper", KERNELS)
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("counts", [c[1] for c in CASES], ids=[c[0] for c in CASES])
+def test_fused_gemm1_matches_reference(device, counts, gather, hopper):
+    h, i, top_k = 256, 128, 2
+    rows = sum(counts) + 2
+    tokens = rows if not gather else (rows + 1) // 2
+    x, w, offsets, order = problem(counts, tokens, h, i, device)
+    order = torch.nn.functional.pad(order, (0, 2), value=-1) if gather else None
+    bits = torch.empty(rows, i, dtype=torch.uint8, device=device)
+    scale = torch.empty(rows, i // 128, device=device)
+    args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None)
+    act = ("silu", 1.0, math.inf, 0.0)
+    tiles = torch.empty(list_size(rows, len(counts), 64), dtype=torch.int32, device=device)
+    tile_list_into(offsets, rows, 128 if hopper else 64, tiles)
+    grouped_act_into(*args, tiles, order, top_k, *act, bits, scale, hopper=hopper)
+    filled = sum(counts)
+    ref_bits, ref_scale = grouped_act_ref(*args, offsets, order, top_k, *act)
+    if filled:
+        assert relative_error(scale[:filled], ref_scale[:filled]) < 2e-3  # the tensor core's sums within 128 are not fp32
+        assert relative_error(decoded(bits, scale)[:filled], decoded(ref_bits, ref_scale)[:filled]) <= 1e-2
+    assert torch.isnan(scale[filled:]).all() and (bits[filled:] == 0xFF).all()  # nothing else is written
+
+
+@pytest.mark.parametrize("hopper", KERNELS)
+@pytest.mark.parametrize("act", [Activation.gelu_tanh(), Activation.gpt_oss(), Activation.clamped(0.5)], ids=["gelu", "gpt-oss", "clamped"])
+def test_activations_and_bias(device, act, hopper):
+    counts, h, i = [3, 70], 128, 256
+    x, w, offsets, order = problem(counts, 73, h, i, device, top_k=1)
+    bias = torch.randn(2, 2 * i, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(device)
+    bits, scale = torch.empty(73, i, dtype=torch.uint8, device=device), torch.empty(73, i // 128, device=device)
+    args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, bias)
+    form = (act.kind, act.alpha, act.limit_or_inf, act.up_offset)
+    tiles = torch.empty(list_size(73, 2, 64), dtype=torch.int32, device=device)
+    tile_list_into(offsets, 73, 128 if hopper else 64, tiles)
+    grouped_act_into(*args, tiles, order, 1, *form, bits, scale, hopper=hopper)
+    assert relative_error(decoded(bits, scale), decoded(*grouped_act_ref(*args, offsets, order, 1, *form))) <= 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("counts", [[1, 64, 65, 0, 200], [128] * 3], ids=["tails", "whole tiles"])
+def test_down_product_over_the_same_tiles(device, counts, dtype):
+    rows, n, k = sum(counts), 512, 256
+    a, w, offsets, _ = problem(counts, rows, k, n // 2, device)
+    bias = torch.randn(len(counts), n, device=device)
+    tiles = torch.empty(list_size(rows, len(counts), 64), dtype=torch.int32, device=device)
+    tile_list_into(offsets, rows, 128 if HOPPER else 64, tiles)
+    out = torch.empty(rows, n, dtype=dtype, device=device)
+    args = (a.data.view(torch.uint8), a.scale, w.data.view(torch.uint8), w.scale, bias)
+    grouped_down_into(*args, tiles, offsets, out, None)
+    ref = grouped_gemm_ref(*args, offsets, None, 1, "fp8_block", 1, torch.float32)
+    assert relative_error(out, ref) <= (2e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+@pytest.mark.gpu
+def test_same_bits_every_run(device):
+    ids, weights = random_topk(300, 8, 4, seed=1)
+    routing = Routing.from_topk(ids.to(device), weights.to(device), 8)
+    x = quantize(uneven((300, 512), seed=1).to(device), "fp8_block")
+    w = quantize_weight(uneven((8, 512, 512), seed=2).to(device), "fp8_block")
+    tiles = torch.empty(list_size(1200, 8, 64), dtype=torch.int32, device=device)
+    tile_list_into(routing.offsets, 1200, 128 if HOPPER else 64, tiles)
+    results = []
+    for _ in range(5):
+        bits, scale = torch.empty(1200, 256, dtype=torch.uint8, device=device), torch.empty(1200, 2, device=device)
+        grouped_act_into(
+            x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None, tiles, routing.order, 4, "silu", 1.0, math.inf, 0.0, bits, scale
+        )
+        results.append((bits, scale))
+    assert all(torch.equal(a, b) for r in results for a, b in zip(r, results[0], strict=True))
+
+
+def test_reasons():
+    hopper, ada = arch_of_capability(90), arch_of_capability(89)
+    assert unsupported(256, 128, "fp8_block", False, hopper) is None
+    assert "interleaved" in str(unsupported(256, 128, "fp8_block", True, hopper))
+    assert "I = 192" in str(unsupported(384, 128, "fp8_block", False, hopper))
+    assert "mxfp8" in str(unsupported(256, 128, "mxfp8", False, hopper))
+    assert "sm_89" in str(unsupported(256, 128, "fp8_block", False, ada)) and GROUP_M > 0
