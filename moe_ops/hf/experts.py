@@ -121,6 +121,11 @@ def experts_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch
     Raises:
         ValueError: a module that cannot run through moe_ops, or gradients wanted.
     """
+    return run(module, hidden_states, top_k_index, top_k_weights)
+
+
+def run(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, impl: str | None = None) -> torch.Tensor:
+    """`experts_forward` with a choice of implementation: None, "triton" or "torch" (the reference)."""
     if torch.compiler.is_compiling():
         _prepare_at(id(module))
     else:
@@ -142,7 +147,7 @@ def experts_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch
         w2 = QTensor(w2, s2, f, f.weight_block, "row_major", "unknown", 1)
     x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     routing = Routing.from_topk(top_k_index, top_k_weights, w13.shape[0])
-    return fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=plan.act).view(hidden_states.shape)
+    return fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=plan.act, impl=impl).view(hidden_states.shape)
 
 
 @torch.compiler.assume_constant_result
@@ -191,27 +196,38 @@ def _refuse_grad(module: Any, hidden_states: torch.Tensor) -> None:
         )
 
 
-def _make_plan(module: Any) -> Plan:
+def inspect(module: Any) -> Activation:
+    """The activation of a module, after checking that moe_ops can run it whatever the dtype of its weights.
+
+    Raises:
+        ValueError: it cannot; the text says why.
+    """
     owner = type(module).__name__
     w13, w2 = _parameters(module, owner)
-    probed = activation_of(module._apply_gate, owner)
-    interleaved, transposed = not module.is_concatenated, bool(module.is_transposed)
-    if probed.interleaved != interleaved and not getattr(module, CANONICAL, False):
+    act = activation_of(module._apply_gate, owner)
+    if act.interleaved == bool(module.is_concatenated) and not getattr(module, CANONICAL, False):
         raise ValueError(f"moe_ops: {owner} declares is_concatenated={module.is_concatenated}, but its _apply_gate reads columns the other way")
-    plan = Plan(Activation(probed.kind, probed.alpha, probed.limit, probed.up_offset), _format_of(module, w13, owner))
+    up, down = (tuple(w.transpose(1, 2).shape if module.is_transposed else w.shape) for w in (w13, w2))
+    if up[1] % 2 or down != (up[0], up[2], up[1] // 2):
+        raise ValueError(f"moe_ops: {owner} has gate_up_proj {tuple(w13.shape)} and down_proj {tuple(w2.shape)}, which do not belong together")
+    return Activation(act.kind, act.alpha, act.limit, act.up_offset)
+
+
+def _make_plan(module: Any) -> Plan:
+    owner, act = type(module).__name__, inspect(module)
+    plan = Plan(act, _format_of(module, module.gate_up_proj, owner))
+    rearranged = bool(module.is_transposed) or not module.is_concatenated
     if plan.format is None:
-        if transposed or interleaved:
-            plan.names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias",) if module.has_bias and interleaved else ())
-        _check_shapes(owner, w13, w2, transposed)
+        if rearranged:
+            plan.names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias",) if module.has_bias and not module.is_concatenated else ())
         return plan
-    if transposed or interleaved:
+    if rearranged:
         raise ValueError(f"moe_ops: {owner} is quantized in a transposed or interleaved layout, whose scale blocks run along the wrong dimension")
-    _check_shapes(owner, w13, w2, False)
-    scales = (module.gate_up_proj_scale_inv, module.down_proj_scale_inv)
-    if any(s.dtype != plan.format.scale_dtype for s in scales):
-        plan.names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
-    for name, w, s, segments in (("gate_up_proj", w13, scales[0], 2 if plan.format is FP8_BLOCK else 1), ("down_proj", w2, scales[1], 1)):
-        _check_scale(owner, name, w, s, plan.format, segments)
+    for name, segments in (("gate_up_proj", 2 if plan.format is FP8_BLOCK else 1), ("down_proj", 1)):
+        scale = getattr(module, f"{name}_scale_inv")
+        _check_scale(owner, name, getattr(module, name), scale, plan.format, segments)
+        if scale.dtype != plan.format.scale_dtype:
+            plan.names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
     return plan
 
 
@@ -242,12 +258,6 @@ def _format_of(module: Any, w13: torch.Tensor, owner: str) -> Format | None:
         raise ValueError(f"moe_ops: {owner}.gate_up_proj is {w13.dtype} but has a scale: was a quantized model converted by .to(dtype)?")
     hint = "FP4 packed in int8 is not supported" if w13.dtype == torch.int8 else "load the model with dtype=torch.bfloat16"
     raise ValueError(f"moe_ops: {owner}.gate_up_proj must be bfloat16, float16 or float8_e4m3fn, got {w13.dtype}: {hint}")
-
-
-def _check_shapes(owner: str, w13: torch.Tensor, w2: torch.Tensor, transposed: bool) -> None:
-    (e, rows, h), down = (tuple(w13.transpose(1, 2).shape if transposed else w13.shape), tuple(w2.transpose(1, 2).shape if transposed else w2.shape))
-    if rows % 2 or down != (e, h, rows // 2):
-        raise ValueError(f"moe_ops: {owner} has gate_up_proj {tuple(w13.shape)} and down_proj {tuple(w2.shape)}, which do not belong together")
 
 
 def _check_scale(owner: str, name: str, w: torch.Tensor, scale: torch.Tensor, fmt: Format, segments: int) -> None:

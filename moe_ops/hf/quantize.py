@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_ops.core.formats import E4M3, FP8_BLOCK, Format, QTensor, get_format, make_qtensor
-from moe_ops.hf.experts import CANONICAL, NAME, experts_modules, forget, prepare, register
+from moe_ops.hf.experts import CANONICAL, NAME, experts_modules, forget, inspect, register
 from moe_ops.layer.load import ExpertWeights, canonical_b13, canonical_w13
 from moe_ops.quant.quantize import quantize_weight
 
@@ -47,7 +47,7 @@ def quantize_model_(model: Any, format: str | Format, *, rule: str | None = None
     model stays as it is. Nothing is changed before every module was checked.
 
     Args:
-        model: a model of Transformers, its experts in bf16 or fp16 (fp32 is rounded only by the quantization).
+        model: a model of Transformers in bf16, fp16 or fp32.
         format: "fp8_block" or "mxfp8".
         rule: scale rule of the format; None takes its default.
         skip: names of experts modules to leave in 16 bit, exactly as in `model.named_modules()`.
@@ -109,15 +109,11 @@ def _is_quantized(name: str, module: Any, fmt: Format) -> bool:
 
 
 def _check(name: str, module: Any, fmt: Format) -> None:
-    w13 = getattr(module, "gate_up_proj", None)
-    if isinstance(w13, torch.Tensor) and w13.dtype == torch.float32:
-        raise ValueError(f"quantize_model_: {name} is float32; load the model with dtype=torch.bfloat16, which its activations need as well")
-    forget(module)
-    prepare(module)
-    forget(module)  # with it, the rearranged copies
-    assert isinstance(w13, torch.Tensor)
-    _, a, b = w13.shape
-    hidden, rows = (a, b) if module.is_transposed else (b, a)
+    inspect(module)
+    w = module.gate_up_proj
+    if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"quantize_model_: {name} must be bfloat16, float16 or float32, got {w.dtype}")
+    hidden, rows = w.shape[1:] if module.is_transposed else (w.shape[2], w.shape[1])
     width = fmt.weight_block[1]
     if fmt is not FP8_BLOCK and (hidden % width or (rows // 2) % width):
         raise ValueError(f"quantize_model_: {name} has H = {hidden} and I = {rows // 2}; {fmt.name} needs multiples of {width}")
