@@ -39,7 +39,7 @@ def quantize_rows_ref(x: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.T
     k = x.shape[-1]
     x = torch.nn.functional.pad(x.float(), (0, -k % GROUP)).unflatten(-1, (ceil_div(k, GROUP), GROUP))
     scale = block_scale(finite_amax(x, -1), rule)
-    return e4m3_bits(x / scale.unsqueeze(-1)).flatten(-2)[..., :k].contiguous(), scale
+    return e4m3_bits(x / scale.unsqueeze(-1)).flatten(-2)[..., :k].clone(memory_format=torch.contiguous_format), scale
 
 
 def weight_values_ref(w: torch.Tensor, segments: int, rule: str) -> tuple[torch.Tensor, torch.Tensor]:

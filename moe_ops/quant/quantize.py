@@ -50,6 +50,8 @@ def quantize_into(
 
     if not can_launch(_quantize_kernel, x.device):
         return write_ref((data, scale), *quantize_ref(x, counts, fmt, layout, rule), filled_rows(x, counts), fmt, layout)
+    if data.numel() == 0:
+        return None
     grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config)
     launch("quantize", _quantize_kernel, grid, *args, **meta)
 

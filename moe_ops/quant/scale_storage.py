@@ -73,6 +73,8 @@ def pack_ref(scale: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "row_major":
         return scale.contiguous()
     out = new_scale(scale, lead, rows, blocks, scale.dtype, layout)
+    if out.numel() == 0:
+        return out
     padded = padded_rows(rows, layout)
     if layout == "mn_major":
         out.as_strided((*lead, blocks, padded), (*out.stride()[: len(lead)], padded, 1)).zero_()
@@ -91,6 +93,9 @@ def unpack_ref(scale: torch.Tensor, layout: str, rows: int, blocks: int, fmt: st
     if layout in ("row_major", "mn_major"):
         return scale.clone(memory_format=torch.contiguous_format)
     words = ceil_div(blocks, 4)
+    if scale.numel() == 0:
+        lead = scale.shape[: scale.dim() - (1 if layout == "swizzle_32x4x4" else 2)]
+        return scale.new_empty((*lead, rows, blocks), dtype=torch.uint8 if fmt == "mxfp8" else torch.float32)
     if layout == "ue8m0_packed":
         byte = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     else:

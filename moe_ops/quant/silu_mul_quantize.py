@@ -58,6 +58,8 @@ def silu_mul_quantize_into(
     if not can_launch(_silu_mul_quantize_kernel, x.device):
         result = silu_mul_quantize_ref(x, counts, fmt, layout, rule, act_kind, alpha, limit, up_offset, interleaved)
         return write_ref((data, scale), *result, filled_rows(x, counts), fmt, layout)
+    if data.numel() == 0:
+        return None
     # splitting interleaved pairs takes more registers, so fewer rows at once
     grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config, block_r=2 if interleaved else 4)
     lowest = lowest_gate(act_kind, alpha)
