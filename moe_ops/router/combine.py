@@ -5,7 +5,6 @@ kernel equals the reference bit for bit. Rows of pairs without an expert here (i
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
 
 import torch
 import triton
@@ -16,10 +15,8 @@ from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.core.ops import register
+from moe_ops.router.padding import PaddedRouting
 from moe_ops.router.routing import Routing
-
-if TYPE_CHECKING:
-    from moe_ops.router.padding import PaddedRouting
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -135,7 +132,7 @@ _combine = register("combine", cuda=_combine_triton, cpu=_combine_cpu, fake=_com
 
 
 def combine(
-    y: torch.Tensor, routing: Union[Routing, "PaddedRouting"], *, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    y: torch.Tensor, routing: Routing | PaddedRouting, *, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Sum each token's expert outputs with their routing weights: out[t] = sum_j weights[t, j] * y[row of pair (t, j)].
 
@@ -167,6 +164,8 @@ def combine(
     checks.ndim(op, "y", y, (2,))
     checks.last_stride_one(op, "y", y)
     checks.no_grad(op, y=y, out=out)
+    if not isinstance(routing, (Routing, PaddedRouting)):
+        raise TypeError(f"{op}: routing must be a Routing or PaddedRouting, got {type(routing).__name__}")
     rows = routing.order.shape[0]
     if y.shape[0] < rows:
         raise ValueError(f"{op}: y must have at least {rows} rows (the length of routing.order), got shape {tuple(y.shape)}")

@@ -155,6 +155,7 @@ def from_sorted_block(
     op = "from_sorted_block"
     _one_per_expert(op, "sorted_ids", sorted_ids)
     _one_per_expert(op, "expert_ids", expert_ids)
+    checks.device_counts(op, "num_tokens_post_pad", num_tokens_post_pad, 1)
     checks.is_tensor(op, "weights", weights)
     checks.ndim(op, "weights", weights, (2,))
     blocks, rows = expert_ids.shape[0], sorted_ids.shape[0]

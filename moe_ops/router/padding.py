@@ -9,6 +9,7 @@ filled lives on the device.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -62,7 +63,7 @@ def padded_rows(pairs: int, num_local: int, block: int, masked: bool) -> int:
     """Rows that the form needs at most: all experts full (masked), or as many experts as possible with one row over."""
     if masked:
         return num_local * block
-    touched = min(num_local, pairs)
+    touched: Any = torch.sym_min(num_local, pairs)  # min() would specialise a traced graph
     return (pairs + touched * (block - 1)) // block * block
 
 
