@@ -128,10 +128,11 @@ def compile_for(capability: int) -> Iterator[list[tuple[str, str, Any]]]:
     """
     global _compiled
     _compiled = []
-    active = driver._active  # None while nothing asked for it: reset_active() would look for a GPU
+    active: Any = driver._active  # None while nothing asked for it: reset_active() would look for a GPU
     override = os.environ.get("MOE_OPS_ARCH")
     os.environ["MOE_OPS_ARCH"] = str(capability)
-    driver.set_active(_OfflineDriver(capability))
+    offline: Any = _OfflineDriver(capability)
+    driver.set_active(offline)
     _forget_compiled()
     try:
         yield _compiled

@@ -37,8 +37,7 @@ class GroupedGemmConfig:
 
     @staticmethod
     def of_ints(values: list[int]) -> "GroupedGemmConfig":
-        *ints, swap = values
-        return GroupedGemmConfig(*ints, bool(swap))
+        return GroupedGemmConfig(*values[:-1], swap=bool(values[-1]))
 
 
 @dataclass(frozen=True)

@@ -303,8 +303,8 @@ def fused_moe(
         checks.one_of(op, "impl", impl, IMPLS)
         if impl == "triton" and not x.is_cuda:
             raise ValueError(f"{op}: impl 'triton' needs CUDA tensors, got {x.device}")
-    quantized = isinstance(w13, QTensor) and isinstance(w2, QTensor)
-    d13, s13, d2, s2 = (w13.data, w13.scale, w2.data, w2.scale) if quantized else (w13, None, w2, None)  # type: ignore[union-attr]
+    d13, s13 = (w13.data, w13.scale) if isinstance(w13, QTensor) else (w13, None)
+    d2, s2 = (w2.data, w2.scale) if isinstance(w2, QTensor) else (w2, None)
     limit = math.inf if act.limit is None else act.limit
     args = (
         x, as_bytes(d13), s13, as_bytes(d2), s2, b13, b2, routing.weights, routing.offsets, routing.order, routing.inverse,

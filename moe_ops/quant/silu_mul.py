@@ -15,9 +15,7 @@ from moe_ops.quant.silu_mul_quantize_kernel import gated_activation
 BLOCK = 1024
 
 
-def silu_mul_ref(
-    x: torch.Tensor, dtype: torch.dtype, act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool
-) -> torch.Tensor:
+def silu_mul_ref(x: torch.Tensor, dtype: torch.dtype, act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool) -> torch.Tensor:
     """The definition: activation in fp32, one rounding to `dtype` (.., I)."""
     act = Activation(act_kind, alpha, None if math.isinf(limit) else limit, up_offset, interleaved)
     return activation_ref(x, act).to(dtype)
@@ -32,7 +30,7 @@ def _silu_mul_kernel(
     filled = tl.minimum(tl.maximum(tl.load(filled_ptr), 0), rows)
     for item in range(tl.program_id(0), filled * TILES, tl.num_programs(0)):
         row = tl.cast(item // TILES, tl.int64)
-        column = (item % TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
+        column = (item % TILES) * BLOCK_K + tl.arange(0, BLOCK_K)  # pyright: ignore[reportOperatorIssue]
         ok = column < K
         x_row = x_ptr + row * (2 * K)
         if INTERLEAVED:
