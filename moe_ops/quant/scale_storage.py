@@ -50,7 +50,7 @@ def new_scale(like: torch.Tensor, lead: tuple[int, ...], rows: int, blocks: int,
         return like.new_empty((*lead, padded * 4 * ceil_div(blocks, 4)), dtype=torch.uint8)
     width = blocks if layout == "mn_major" else ceil_div(blocks, 4)
     base = like.new_empty((*lead, width, padded), dtype=dtype if layout == "mn_major" else torch.int32)
-    return base.as_strided((*lead, rows, width), (*base.stride()[: len(lead)], 1, padded))
+    return base.as_strided((*lead, rows, width), (*base.stride()[: len(lead)], 1, max(1, padded)))
 
 
 def kernel_view(scale: torch.Tensor, layout: str) -> tuple[torch.Tensor, int, int, int]:
@@ -70,9 +70,9 @@ def pack_ref(scale: torch.Tensor, layout: str) -> torch.Tensor:
     """The definition: row-major scales (.., rows, blocks) -> `layout`, padding zero."""
     *lead, rows, blocks = scale.shape
     lead = tuple(lead)
-    if layout == "row_major":
-        return scale.contiguous()
     out = new_scale(scale, lead, rows, blocks, scale.dtype, layout)
+    if layout == "row_major":
+        return out.copy_(scale)
     if out.numel() == 0:
         return out
     padded = padded_rows(rows, layout)
