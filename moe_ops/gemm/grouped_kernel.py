@@ -81,17 +81,10 @@ def _tile_plain(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K:
 @triton.jit
 def _tile_fp8_block(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr):
     """`sw` points at the scales of this tile's 128 rows; every 128 of K the product is promoted to fp32 with both scales."""
-    KB: tl.constexpr = (K + 127) // 128
-    s = tl.load(sa_rows, mask=row_ok, other=0.0)
-    s_w = tl.load(sw)
-    for kb in range(0, KB):
+    for kb in range(0, (K + 127) // 128):
         a = _load_a(a_rows, kb * 128, row_ok, K, BLOCK_K)
         b = _load_w(w, row, kb * 128, col_ok, K, BLOCK_N, BLOCK_K, TMA)
-        # this step's product is formed before the next step's scales are asked for, so that nothing waits for them
-        p = s * s_w
-        after = tl.minimum(kb + 1, KB - 1)
-        s = tl.load(sa_rows + after * stride_sak, mask=row_ok, other=0.0)
-        s_w = tl.load(sw + after)
+        p = tl.load(sa_rows + kb * stride_sak, mask=row_ok, other=0.0) * tl.load(sw + kb)
         if SWAP:
             acc += tl.dot(b, a.T) * p[None, :]
         else:

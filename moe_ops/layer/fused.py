@@ -66,8 +66,9 @@ def _workspace(
     tiles = torch.empty((list_size(rows, experts, 64) if fused else 0,), dtype=torch.int32, device=device)
     y = torch.empty((rows, hidden), dtype=y_dtype, device=device)
     if fmt == "plain":
-        none = torch.empty((0,), dtype=torch.uint8, device=device)
-        return Workspace(none, none, h, torch.empty((rows, inter), dtype=dtype, device=device), none, y, tiles)
+        # three separate empties: arguments that an op writes must not alias
+        nothing = [torch.empty((0,), dtype=torch.uint8, device=device) for _ in range(3)]
+        return Workspace(*nothing[:2], h, torch.empty((rows, inter), dtype=dtype, device=device), nothing[2], y, tiles)
     width, scale = FORMATS[fmt].act_block[1], FORMATS[fmt].scale_dtype
     return Workspace(
         torch.empty((tokens, hidden), dtype=torch.uint8, device=device),
