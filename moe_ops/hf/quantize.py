@@ -93,9 +93,7 @@ def _refuse_unknown(model: nn.Module, known: set[str]) -> None:
     for name, module in model.named_modules():
         p = getattr(module, "gate_up_proj", None)
         if name not in known and isinstance(p, torch.Tensor) and p.dim() == 3:
-            raise ValueError(
-                f"quantize_model_: {name} ({type(module).__name__}) holds experts, but Transformers does not dispatch it; it cannot be quantized"
-            )
+            raise ValueError(f"quantize_model_: {name or 'the model'} ({type(module).__name__}) holds experts that Transformers does not dispatch")
 
 
 def _is_quantized(name: str, module: Any, fmt: Format) -> bool:
