@@ -101,6 +101,11 @@ class QTensor:
         return self.data.device
 
     @property
+    def scheme(self) -> str:
+        """How kernels read the scales: "fp8_block" for fp32 scales of 128 columns (folded mxfp8 too), "mxfp8" for bytes of 32."""
+        return "fp8_block" if self.block[1] == 128 else "mxfp8"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of data and scales."""
         return self.data.numel() * self.data.element_size() + self.scale.numel() * self.scale.element_size()

@@ -176,15 +176,17 @@ def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Ten
     if isinstance(a, QTensor) and isinstance(w, QTensor):
         if a.format is not w.format:
             raise ValueError(f"{op}: a is {a.format.name} and w is {w.format.name}; both must have one format")
-        if a.block != a.format.act_block:
-            raise ValueError(f"{op}: a must have activation blocks {a.format.act_block}, got {a.block}; use quantize, not quantize_weight")
-        if w.block != w.format.weight_block:
-            raise ValueError(f"{op}: w must have weight blocks {w.format.weight_block}, got {w.block}; use quantize_weight")
+        wide = a.scheme == "fp8_block" and w.scheme == "fp8_block"  # fp8_block, or mxfp8 folded on both sides
+        act, weight = ((1, 128), (128, 128)) if wide else (a.format.act_block, w.format.weight_block)
+        if a.block != act:
+            raise ValueError(f"{op}: a must have activation blocks {act}, got {a.block}; use quantize, not quantize_weight")
+        if w.block != weight:
+            raise ValueError(f"{op}: w must have weight blocks {weight}, got {w.block}; use quantize_weight")
         for name, q in (("a", a), ("w", w)):
             if q.layout not in ("row_major", "mn_major") or (name == "w" and q.layout != "row_major"):
                 wanted = "row_major or mn_major" if name == "a" else "row_major"
                 raise ValueError(f"{op}: scales of {name} must be {wanted} for impl 'triton', got {q.layout}")
-        return a.format.name
+        return w.scheme
     assert isinstance(a, torch.Tensor) and isinstance(w, torch.Tensor)
     checks.dtype(op, "a", a, _PLAIN_DTYPES)
     if w.dtype != a.dtype:

@@ -22,8 +22,8 @@ def unsupported(n: int, k: int, fmt: str, interleaved: bool, arch: Arch) -> str 
         return "gate and up columns are interleaved"
     if n % 256 or k % 128:
         return f"I = {n // 2} and H = {k} must be multiples of 128"
-    if not arch.has_tma:
-        return f"{arch.name} has no tensor descriptors"
+    if not arch.has_tma or arch.smem < 150_000:
+        return f"{arch.name} has no tensor descriptors, or too little shared memory for the tiles"
     return None
 
 
@@ -40,18 +40,19 @@ def tile_rows(arch: Arch) -> int:
 def grouped_act_ref(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, top_k: int, act_kind: str, alpha: float, limit: float, up_offset: float,
+    rule: str = "fp32",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition: fp32 GEMM, activation in fp32, 1x128 quantization; (bits uint8 (R, I), scales fp32 (R, I / 128))."""
     from moe_ops.quant.silu_mul_quantize import silu_mul_quantize_ref
 
     h = grouped_gemm_ref(a, a_scale, w, w_scale, bias, offsets, order, top_k, "fp8_block", 1, torch.float32)
-    return silu_mul_quantize_ref(h, None, "fp8_block", "row_major", "fp32", act_kind, alpha, limit, up_offset, False)
+    return silu_mul_quantize_ref(h, None, "fp8_block", "row_major", rule, act_kind, alpha, limit, up_offset, False)
 
 
 def grouped_act_into(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, tiles: torch.Tensor,
     order: torch.Tensor | None, top_k: int, act_kind: str, alpha: float, limit: float, up_offset: float, out: torch.Tensor, out_scale: torch.Tensor,
-    hopper: bool | None = None,
+    rule: str = "fp32", hopper: bool | None = None,
 ) -> None:  # fmt: skip
     """One launch on given buffers; `tiles` is the list of `tile_list_into` with `tile_rows` rows. Arguments are not checked.
 
@@ -61,6 +62,7 @@ def grouped_act_into(
         w, w_scale: (E, 2I, K) e4m3 bits and (E, 2I / 128, K / 128) fp32, contiguous.
         bias: (E, 2I) or None.
         out, out_scale: (R, I) e4m3 bits and (R, I / 128) fp32, written in the filled rows.
+        rule: how the result is quantized: "fp32", or "folded" for mxfp8 folded to 1x128 (`quant/fold.py`).
         hopper: which of the two kernels (tiles of 128 or 64 rows); None: what the device has.
     """
     from moe_ops.core.launch import launch
@@ -72,7 +74,7 @@ def grouped_act_into(
     if uses_hopper(arch) if hopper is None else hopper:
         from moe_ops.gemm.grouped_hopper import launch_hopper
 
-        launch_hopper("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, tiles, order, top_k, rows, act_kind, alpha, limit, up_offset)
+        launch_hopper("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, tiles, order, top_k, rows, act_kind, alpha, limit, up_offset, rule)
         return
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -84,7 +86,7 @@ def grouped_act_into(
     launch(
         "grouped_act", _grouped_act_kernel, (min(arch.sms, tiles_bound),),
         as_e4m3(a), a_scale, w_desc, w_scale, bias, as_bytes(out), out_scale, tiles, order, a.shape[0], *strides, alpha, lowest_gate(act_kind, alpha), limit, up_offset,
-        N=n, K=k, TOP_K=top_k, KIND=act_kind, GROUP_M=GROUP_M, BLOCK_M=64, num_warps=8, num_stages=3 if arch.smem > 150_000 else 1, enable_fp_fusion=True,
+        N=n, K=k, TOP_K=top_k, KIND=act_kind, RULE=rule, GROUP_M=GROUP_M, BLOCK_M=64, num_warps=8, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
 
 

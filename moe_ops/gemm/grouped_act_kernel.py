@@ -14,7 +14,7 @@ from moe_ops.quant.silu_mul_quantize_kernel import gated_activation
 def _grouped_act_kernel(
     a_ptr, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, tiles_ptr, order_ptr, a_rows_total, stride_am, stride_sam, stride_sak,
     alpha, lowest, limit, up_offset,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program computes every num_programs-th tile of BLOCK_M rows x 128 columns of the activation (256 rows of the weights)."""
     I: tl.constexpr = N // 2  # noqa: E741
@@ -53,7 +53,7 @@ def _grouped_act_kernel(
             gate += tl.load(bias).to(tl.float32)[None, :]
             up += tl.load(bias + I).to(tl.float32)[None, :]
         h = gated_activation(gate, up, alpha, lowest, limit, up_offset, KIND)
-        bits, scale = encode(tl.reshape(h, (BLOCK_M, 1, 128)), "fp32")
+        bits, scale = encode(tl.reshape(h, (BLOCK_M, 1, 128)), RULE)
         ok = offs < rows
         out_row = (row0 + offs).to(tl.int64)
         tl.store(out_scale_ptr + out_row[:, None] * N_TILES + n + tl.zeros((1, 1), tl.int32), scale, mask=ok[:, None])

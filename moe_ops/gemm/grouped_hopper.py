@@ -185,6 +185,28 @@ def _quantized(h, amax):
 
 
 @gluon.jit
+def _folded(h, BN: gl.constexpr):
+    """mxfp8 of h (64, BN), 1x32 along the columns: (fp32 values of the rounded elements (64, BN / 32, 32), bytes (64, BN / 32))."""
+    small = gl.reshape(h, (64, BN // 32, 32))
+    amax = gl.max(gl.abs(small), 2)
+    bits = amax.to(gl.int32, bitcast=True)
+    byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    byte = gl.minimum(gl.maximum(byte, 0), 254)
+    inverse = ((254 - byte) << 23).to(gl.float32, bitcast=True)
+    return (small * gl.expand_dims(inverse, 2)).to(gl.float8e4nv).to(gl.float32), byte
+
+
+@gluon.jit
+def _refold(q, byte, top, BN: gl.constexpr, layout: gl.constexpr):
+    """The elements in the unit of the row's largest byte, `top` (64,): (e4m3 (64, BN), scales (64,))."""
+    top3 = gl.convert_layout(top, gl.SliceLayout(1, byte.type.layout))
+    shift = gl.maximum(byte - gl.expand_dims(top3, 1) + 127, 0)
+    q = q * gl.expand_dims((shift << 23).to(gl.float32, bitcast=True), 2)
+    scale = gl.where(top == 0, 0x00400000, top << 23).to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(q, (64, BN)), layout).to(gl.float8e4nv), scale
+
+
+@gluon.jit
 def _store(out_ptr, x, row0, r0, rows, col, stride, BN: gl.constexpr, VEC: gl.constexpr):
     """Rows r0 .. r0 + 64 of a tile, coalesced: VEC elements a thread."""
     lay: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BN // VEC), BN // VEC], [4, 1], [1, 0])
@@ -199,7 +221,7 @@ def _consumer(
     WG: gl.constexpr, sa_ptr, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, amax_bufs, amax_bars,
     a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset,
     N: gl.constexpr, K: gl.constexpr, N_TILES: gl.constexpr, STEP_N: gl.constexpr, HALF: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr,
-    KIND: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Rows WG * 64 .. of each tile; of a tile with at most 64 rows both consumers take those rows and half of the columns each."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -237,7 +259,11 @@ def _consumer(
                 acc1 = _biased(acc1, bias_ptr + bias0 + HALF, 128, wide)
             if FUSED:
                 h = _gated(acc0, acc1, alpha, lowest, limit, up_offset, KIND)
-                q, scale = _quantized(h, gl.max(gl.abs(h), 1))
+                if RULE == "folded":
+                    small, byte = _folded(h, 128)
+                    q, scale = _refold(small, byte, gl.convert_layout(gl.max(byte, 1), rows_l), 128, wide)
+                else:
+                    q, scale = _quantized(h, gl.max(gl.abs(h), 1))
                 gl.store(out_scale_ptr + (row0 + offs).to(gl.int64) * (I // 128) + n, scale, mask=offs < rows)
                 _store(out_ptr, q, row0, WG * 64, rows, n * 128, I, 128, 16)
             else:
@@ -250,7 +276,11 @@ def _consumer(
                 gate = _biased(gate, bias_ptr + bias0 + WG * 64, 64, narrow)
                 up = _biased(up, bias_ptr + bias0 + HALF + WG * 64, 64, narrow)
             h_n = _gated(gate, up, alpha, lowest, limit, up_offset, KIND)
-            amax = gl.max(gl.abs(h_n), 1)
+            if RULE == "folded":
+                small_n, byte_n = _folded(h_n, 64)
+                amax = gl.convert_layout(gl.max(byte_n, 1), rows_n).to(gl.float32)
+            else:
+                amax = gl.max(gl.abs(h_n), 1)
             # the other consumer holds the other 64 columns of the same scale group
             turn = tails & 1
             amax_bufs.index(turn * 2 + WG).store(amax)
@@ -259,7 +289,10 @@ def _consumer(
             mbarrier.wait(amax_bars.index(turn), (tails >> 1) & 1)
             amax = gl.maximum(amax, amax_bufs.index(turn * 2 + 1 - WG).load(rows_n))
             tails += 1
-            q_n, scale_n = _quantized(h_n, amax)
+            if RULE == "folded":
+                q_n, scale_n = _refold(small_n, byte_n, amax.to(gl.int32), 64, narrow)
+            else:
+                q_n, scale_n = _quantized(h_n, amax)
             offs_n = gl.arange(0, 64, rows_n)
             if WG == 0:
                 gl.store(out_scale_ptr + (row0 + offs_n).to(gl.int64) * (I // 128) + n, scale_n, mask=offs_n < rows)
@@ -276,7 +309,7 @@ def _consumer(
 def _grouped_gemm_hopper_kernel(
     a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, tiles_ptr, order_ptr, a_rows_total, stride_am, stride_sam, stride_sak, zero,
     alpha, lowest, limit, up_offset,
-    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """One program computes every num_programs-th tile; `zero` is 0 at run time, which lets wgmma overwrite its accumulator in place."""
     STEP_N: gl.constexpr = 128 if FUSED else 256
@@ -299,9 +332,9 @@ def _grouped_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, sa_ptr, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, amax_bufs, amax_bars,
-                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset, N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, STAGES, GROUP_M)),
+                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset, N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, RULE, STAGES, GROUP_M)),
             (_consumer, (1, sa_ptr, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, amax_bufs, amax_bars,
-                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset, N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, STAGES, GROUP_M)),
+                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset, N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, RULE, STAGES, GROUP_M)),
             (_producer, (a, w_desc, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, a_rows_total, stride_am,
                          N, K, HALF, N_TILES, STEP_N, TOP_K, GATHER, STAGES, GROUP_M)),
         ],
@@ -318,7 +351,7 @@ GROUP_M = 8
 def launch_hopper(
     op: str, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
     out_scale: torch.Tensor | None, tiles: torch.Tensor, order: torch.Tensor | None, top_k: int, rows: int,
-    act_kind: str = "silu", alpha: float = 1.0, limit: float = math.inf, up_offset: float = 0.0,
+    act_kind: str = "silu", alpha: float = 1.0, limit: float = math.inf, up_offset: float = 0.0, rule: str = "fp32",
 ) -> None:  # fmt: skip
     """Launch on given buffers: with `out_scale` the fused GEMM1, without it the plain product in out's dtype. `tiles` holds 128-row tiles."""
     experts, n, k = w.shape
@@ -331,5 +364,5 @@ def launch_hopper(
         op, _grouped_gemm_hopper_kernel, (max(1, min(arch.sms, bound)),),
         operand, a_scale, TensorDescriptor.from_tensor(w.view(experts * n, k), [128, 128], _BOX), w_scale, bias,
         as_e4m3(out) if out_scale is not None else out, out_scale, tiles, order, a.shape[0], a.stride(0), *a_scale.stride(), 0, alpha, lowest_gate(act_kind, alpha), limit, up_offset,
-        N=n, K=k, TOP_K=top_k, GATHER=gather, FUSED=out_scale is not None, KIND=act_kind, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
+        N=n, K=k, TOP_K=top_k, GATHER=gather, FUSED=out_scale is not None, KIND=act_kind, RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
     )  # fmt: skip

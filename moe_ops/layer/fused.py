@@ -11,7 +11,7 @@ import torch
 
 from moe_ops.core import checks
 from moe_ops.core.arch import Arch, arch_of
-from moe_ops.core.formats import FORMATS, QTensor, as_bytes, ceil_div
+from moe_ops.core.formats import FORMATS, FP8_BLOCK, QTensor, as_bytes, ceil_div
 from moe_ops.core.ops import register
 from moe_ops.gemm import grouped_act
 from moe_ops.gemm.grouped import check_operands, grouped_gemm_into, grouped_gemm_ref
@@ -25,6 +25,8 @@ __all__ = ["Workspace", "fused_moe", "make_workspace"]
 
 _X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IMPLS = ("triton", "torch")
+#: Format of the op -> (how kernels read operands, rule that quantizes the activations).
+_SCHEMES = {"fp8_block": ("fp8_block", "fp32"), "mxfp8": ("mxfp8", "rceil"), "mxfp8_folded": ("fp8_block", "folded"), "plain": ("plain", "")}
 #: Rows an expert, on average, from which on GEMM1 is fused with what follows it.
 FUSE_ROWS = 64
 
@@ -54,7 +56,7 @@ def fuses_gemm1(rows: int, experts: int, inter: int, hidden: int, fmt: str, inte
 
     With few rows the two stay apart: a tile of 2 x 128 weight rows leaves too few tiles to fill the GPU with loads.
     """
-    return rows >= FUSE_ROWS * experts and grouped_act.unsupported(2 * inter, hidden, fmt, interleaved, arch) is None
+    return rows >= FUSE_ROWS * experts and grouped_act.unsupported(2 * inter, hidden, _SCHEMES[fmt][0], interleaved, arch) is None
 
 
 def _workspace(
@@ -69,7 +71,8 @@ def _workspace(
         # three separate empties: arguments that an op writes must not alias
         nothing = [torch.empty((0,), dtype=torch.uint8, device=device) for _ in range(3)]
         return Workspace(*nothing[:2], h, torch.empty((rows, inter), dtype=dtype, device=device), nothing[2], y, tiles)
-    width, scale = FORMATS[fmt].act_block[1], FORMATS[fmt].scale_dtype
+    scheme = FORMATS[_SCHEMES[fmt][0]]
+    width, scale = scheme.act_block[1], scheme.scale_dtype
     return Workspace(
         torch.empty((tokens, hidden), dtype=torch.uint8, device=device),
         torch.empty((tokens, ceil_div(hidden, width)), dtype=scale, device=device),
@@ -95,12 +98,12 @@ def fused_moe_ref(
     act = Activation(act_kind, alpha, None if math.isinf(limit) else limit, up_offset, interleaved)
     rows = int(offsets[-1])
     order = order[:rows]
-    rule = "" if fmt == "plain" else FORMATS[fmt].rules[0]
-    a, sa = (x, None) if fmt == "plain" else quantize_ref(x, None, fmt, "row_major", rule)
-    h = grouped_gemm_ref(a, sa, w13, s13, b13, offsets, order, top_k, fmt, segments, torch.float32)
+    scheme, rule = _SCHEMES[fmt]
+    a, sa = (x, None) if fmt == "plain" else quantize_ref(x, None, scheme, "row_major", rule)
+    h = grouped_gemm_ref(a, sa, w13, s13, b13, offsets, order, top_k, scheme, segments, torch.float32)
     g = activation_ref(h, act)
-    a, sa = (g.to(x.dtype), None) if fmt == "plain" else quantize_ref(g, None, fmt, "row_major", rule)
-    y = grouped_gemm_ref(a, sa, w2, s2, b2, offsets, None, 1, fmt, 1, torch.float32)
+    a, sa = (g.to(x.dtype), None) if fmt == "plain" else quantize_ref(g, None, scheme, "row_major", rule)
+    y = grouped_gemm_ref(a, sa, w2, s2, b2, offsets, None, 1, scheme, 1, torch.float32)
     return combine_ref(y, inverse, weights, x.dtype)
 
 
@@ -129,19 +132,19 @@ def fused_moe_into(
         silu_mul_into(h, aq, filled, act_kind, alpha, limit, up_offset, interleaved)
         grouped_gemm_into(aq, None, w2, None, b2, offsets, None, 1, fmt, 1, y, config2)
     else:
-        rule = FORMATS[fmt].rules[0]
+        scheme, rule = _SCHEMES[fmt]
         xq, xs, a_s = ws.xq[:tokens], ws.xs[:tokens], ws.a_s[: tokens * top_k]
-        quantize_into(x, xq, xs, None, fmt, rule)
+        quantize_into(x, xq, xs, None, scheme, rule)
         if fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device)):
             tiles = ws.tiles[: list_size(rows, experts, 64)]
             grouped_act.make_tiles(offsets, rows, tiles)
-            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s)  # type: ignore[arg-type]
+            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s, rule)  # type: ignore[arg-type]
             grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y, config2)  # type: ignore[arg-type]
             combine_into(y, inverse, weights, out)
             return
-        grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, fmt, segments, h, config13)
-        silu_mul_quantize_into(h, aq, a_s, filled, fmt, rule, act_kind, alpha, limit, up_offset, interleaved)
-        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, fmt, 1, y, config2)
+        grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h, config13)
+        silu_mul_quantize_into(h, aq, a_s, filled, scheme, rule, act_kind, alpha, limit, up_offset, interleaved)
+        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y, config2)
     combine_into(y, inverse, weights, out)
 
 
@@ -202,6 +205,13 @@ def _out_fake(
 _out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y", "tiles"))
 
 
+def layer_format(w: "QTensor | torch.Tensor") -> str:
+    """The op's name for a weight's format; see `_SCHEMES`."""
+    if not isinstance(w, QTensor):
+        return "plain"
+    return "mxfp8_folded" if w.format.name == "mxfp8" and w.scheme == "fp8_block" else w.format.name
+
+
 def _check(
     x: torch.Tensor, w13: "QTensor | torch.Tensor", w2: "QTensor | torch.Tensor", routing: "Routing", b13: torch.Tensor | None, b2: torch.Tensor | None
 ) -> str:
@@ -238,12 +248,14 @@ def _check(
         if w13.format is not w2.format:
             raise ValueError(f"{op}: w13 is {w13.format.name} and w2 is {w2.format.name}; both must have one format")
         for name, q in (("w13", w13), ("w2", w2)):
-            if q.block != q.format.weight_block or q.layout != "row_major":
+            if q.block not in (q.format.weight_block, FP8_BLOCK.weight_block) or q.layout != "row_major":
                 raise ValueError(f"{op}: {name} must have weight blocks {q.format.weight_block} with row_major scales, got {q}")
             checks.contiguous(op, f"{name}.scale", q.scale)
             if q.format.name == "mxfp8" and q.shape[-1] % 32:
                 raise ValueError(f"{op}: mxfp8 needs K % 32 == 0, got {name} with K = {q.shape[-1]}")
-        return w13.format.name
+        if w13.block != w2.block:
+            raise ValueError(f"{op}: w13 has blocks {w13.block} and w2 {w2.block}; fold both mxfp8 weights or neither")
+        return layer_format(w13)
     if d13.dtype != x.dtype:
         raise TypeError(f"{op}: 16-bit w13 must have x's dtype {x.dtype}, got {d13.dtype}")
     return check_operands(op, x, d13)
@@ -251,7 +263,7 @@ def _check(
 
 def make_workspace(tokens: int, top_k: int, w13: "QTensor | torch.Tensor", dtype: torch.dtype = torch.bfloat16) -> Workspace:
     """Buffers for `fused_moe(..., out=, workspace=)` with up to `tokens` tokens of `dtype`, on w13's device."""
-    fmt = w13.format.name if isinstance(w13, QTensor) else "plain"
+    fmt = layer_format(w13)
     experts, two_i, hidden = w13.shape
     ws = _workspace(tokens, top_k, experts, hidden, two_i // 2, fmt, dtype, w13.device, False)
     return ws._replace(tiles=torch.empty((list_size(tokens * top_k, experts, 64),), dtype=torch.int32, device=w13.device))
@@ -275,6 +287,7 @@ def fused_moe(
     Args:
         x: tokens (T, H), bf16, fp16 or fp32, last stride 1.
         w13: gate and up weights (E, 2I, H), gate rows then up rows (or interleaved, when `act` says so): a QTensor with weight blocks, or x's 16-bit dtype.
+            mxfp8 weights may be folded (`quant.fold.fold_weight`): the same values at the speed of fp8_block on Hopper.
         w2: down weights (E, H, I), in the same format.
         routing: a `Routing` of these T tokens over E local experts.
         b13: biases (E, 2I) added before the activation, or None.

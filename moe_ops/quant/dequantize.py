@@ -84,4 +84,4 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     checks.same_device("dequantize", data=q.data, scale=q.scale)
     if q.layout not in ("row_major", "mn_major"):
         q = to_layout(q, "row_major")
-    return _op(as_bytes(q.data), as_bytes(q.scale), q.format.name, q.block[0], q.segments, dtype)
+    return _op(as_bytes(q.data), as_bytes(q.scale), q.scheme, q.block[0], q.segments, dtype)

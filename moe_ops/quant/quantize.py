@@ -4,17 +4,17 @@ The formulas are those of fp8_block.py and mxfp8.py, byte for byte. The scales c
 same kernel. `quantize_weight` and `dequantize`, which live in files of their own, are named here too.
 """
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_ops.core import checks
 from moe_ops.core.formats import E4M3, Format, QTensor
 from moe_ops.core.ops import register
-from moe_ops.quant import fp8_block, mxfp8
 from moe_ops.quant.dequantize import dequantize
 from moe_ops.quant.row_config import RowConfig
-from moe_ops.quant.rows import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, write_ref
+from moe_ops.quant.rows import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, rows_ref, write_ref
 from moe_ops.quant.weight import quantize_weight
 
 if TYPE_CHECKING:
@@ -25,8 +25,17 @@ __all__ = ["dequantize", "quantize", "quantize_weight"]
 
 def quantize_ref(x: torch.Tensor, counts: torch.Tensor | None, fmt: str, layout: str, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `quantize`, any device: (bits uint8, scales in `layout`)."""
-    data, scale = (fp8_block if fmt == "fp8_block" else mxfp8).quantize_rows_ref(x, rule)
+    data, scale = rows_ref(x, fmt, rule)
     return finish_ref(data, scale, filled_rows(x, counts), layout)
+
+
+@functools.cache
+def _launcher() -> tuple[Any, Any, Any]:
+    """Kernel and launch functions: Triton is imported on first use, once."""
+    from moe_ops.core.launch import can_launch, launch
+    from moe_ops.quant.quantize_kernel import _quantize_kernel
+
+    return _quantize_kernel, can_launch, launch
 
 
 def quantize_into(
@@ -45,15 +54,13 @@ def quantize_into(
         layout: one of `core.formats.LAYOUTS`.
         config: work sharing, or None for the heuristic's.
     """
-    from moe_ops.core.launch import can_launch, launch
-    from moe_ops.quant.quantize_kernel import _quantize_kernel
-
-    if not can_launch(_quantize_kernel, x.device):
+    kernel, can_launch, launch = _launcher()
+    if not can_launch(kernel, x.device):
         return write_ref((data, scale), *quantize_ref(x, counts, fmt, layout, rule), filled_rows(x, counts), fmt, layout)
     if data.numel() == 0:
         return None
     grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config)
-    launch("quantize", _quantize_kernel, grid, *args, **meta)
+    launch("quantize", kernel, grid, *args, **meta)
 
 
 def _quantize_triton(

@@ -48,8 +48,13 @@ def heuristic(rows: int, k: int, arch: Arch, block_r: int = 4) -> RowConfig:
     """
     columns = 1024 if k > 512 else 512
     if rows * ceil_div(k, columns) >= 32 * arch.sms:
-        return RowConfig(block_r, columns, warps=8, programs=4)
-    return RowConfig(1, columns, warps=4, programs=8)
+        return _MANY[columns, block_r]
+    return _FEW[columns]
+
+
+# made once: a frozen dataclass costs a microsecond to make, on the path of every eager call
+_FEW = {columns: RowConfig(1, columns, warps=4, programs=8) for columns in (512, 1024)}
+_MANY = {(columns, block_r): RowConfig(block_r, columns, warps=8, programs=4) for columns in (512, 1024) for block_r in (2, 4)}
 
 
 def search_space(group: int) -> list[RowConfig]:

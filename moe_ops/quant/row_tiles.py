@@ -122,9 +122,27 @@ def e4m3_bits(q):
 
 
 @triton.jit
+def folded(v):
+    """Tile v (R, GROUPS, 128) fp32 -> (values in the block's unit, fp32 scales): quantized 1x32, then folded to 1x128; see fold.py."""
+    small = tl.reshape(v, (v.shape[0], v.shape[1], 4, 32))
+    a = tl.abs(small)
+    byte = e8m0_byte(tl.max(tl.where(a < float("inf"), a, 0.0), axis=3), "rceil")
+    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+    q = (small * tl.expand_dims(inverse, 3)).to(tl.float8e4nv).to(tl.float32)
+    top = tl.max(byte, axis=2)
+    shift = tl.maximum(byte - tl.expand_dims(top, 2) + 127, 0)  # below 2^-126 every element rounds to zero
+    q = q * tl.expand_dims((shift << 23).to(tl.float32, bitcast=True), 3)
+    scale = tl.where(top == 0, 0x00400000, top << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(q, v.shape), scale
+
+
+@triton.jit
 def encode(v, RULE: tl.constexpr):
-    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)); see `scaled`."""
-    q, scale = scaled(v, RULE)
+    """Tile v (R, GROUPS, GROUP) fp32 -> (e4m3 bits, scales (R, GROUPS)); see `scaled` and `folded`."""
+    if RULE == "folded":
+        q, scale = folded(v)
+    else:
+        q, scale = scaled(v, RULE)
     return e4m3_bits(q), scale
 
 

@@ -7,10 +7,19 @@ import torch
 from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import LAYOUTS, Format, ceil_div, get_format
+from moe_ops.quant import fp8_block, mxfp8
+from moe_ops.quant.fold import fold_rows_ref
 from moe_ops.quant.row_config import RowConfig, heuristic, is_legal
 from moe_ops.quant.scale_storage import kernel_view, layout_reason, new_scale, pack_ref, padded_rows, unpack_ref
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rows_ref(x: torch.Tensor, fmt: str, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row-major (bits uint8, scales) of x under a format's rule; rule "folded" of fp8_block is mxfp8 folded to 1x128, see fold.py."""
+    if rule == "folded":
+        return fold_rows_ref(x)
+    return (fp8_block if fmt == "fp8_block" else mxfp8).quantize_rows_ref(x, rule)
 
 
 def filled_rows(x: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor | None:
@@ -107,10 +116,10 @@ def device_counts(op: str, counts: Any, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def check_rows(op: str, x: torch.Tensor, counts: torch.Tensor | None) -> None:
-    """What every quantizer of rows demands of its input."""
-    checks.is_tensor(op, "x", x)
-    checks.dtype(op, "x", x, DTYPES)
-    checks.ndim(op, "x", x, (2, 3))
-    checks.last_stride_one(op, "x", x)
-    checks.no_grad(op, x=x)
+    """What every quantizer of rows demands of its input, a tensor."""
+    if x.dtype not in DTYPES or not 2 <= x.dim() <= 3 or x.stride(-1) != 1 or x.requires_grad:  # then one of these says what, if it is wrong
+        checks.dtype(op, "x", x, DTYPES)
+        checks.ndim(op, "x", x, (2, 3))
+        checks.last_stride_one(op, "x", x)
+        checks.no_grad(op, x=x)
     checks.same_device(op, x=x, counts=counts)

@@ -26,9 +26,12 @@ def layout_reason(fmt: str, rule: str, layout: str) -> str | None:
     return None
 
 
+_ROW_MULTIPLE = {"row_major": 1, "mn_major": 4, "ue8m0_packed": 4, "swizzle_32x4x4": 128}
+
+
 def padded_rows(rows: int, layout: str) -> int:
     """Rows that the layout's storage has."""
-    multiple = {"row_major": 1, "mn_major": 4, "ue8m0_packed": 4, "swizzle_32x4x4": 128}[layout]
+    multiple = _ROW_MULTIPLE[layout]
     return ceil_div(rows, multiple) * multiple
 
 

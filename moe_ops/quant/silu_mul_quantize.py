@@ -4,18 +4,18 @@ The activation between the two GEMMs of an expert. A fixed number of programs re
 of 1024 output columns, so that cost follows the filled rows and not the capacity.
 """
 
+import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_ops.core import checks
 from moe_ops.core.formats import E4M3, Format, QTensor
 from moe_ops.core.ops import register
-from moe_ops.quant import fp8_block, mxfp8
 from moe_ops.quant.activation import Activation, activation_ref, lowest_gate
 from moe_ops.quant.row_config import RowConfig
-from moe_ops.quant.rows import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, write_ref
+from moe_ops.quant.rows import check_rows, device_counts, filled_rows, finish_ref, new_quantized, resolve, row_arguments, rows_ref, write_ref
 
 if TYPE_CHECKING:
     from moe_ops.router.routing import Routing
@@ -31,8 +31,17 @@ def silu_mul_quantize_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Reference of `silu_mul_quantize`, any device: (bits uint8 (.., I), scales in `layout`)."""
     act = Activation(act_kind, alpha, None if math.isinf(limit) else limit, up_offset, interleaved)
-    data, scale = (fp8_block if fmt == "fp8_block" else mxfp8).quantize_rows_ref(activation_ref(x, act), rule)
+    data, scale = rows_ref(activation_ref(x, act), fmt, rule)
     return finish_ref(data, scale, filled_rows(x, counts), layout)
+
+
+@functools.cache
+def _launcher() -> tuple[Any, Any, Any]:
+    """Kernel and launch functions: Triton is imported on first use, once."""
+    from moe_ops.core.launch import can_launch, launch
+    from moe_ops.quant.silu_mul_quantize_kernel import _silu_mul_quantize_kernel
+
+    return _silu_mul_quantize_kernel, can_launch, launch
 
 
 def silu_mul_quantize_into(
@@ -52,10 +61,8 @@ def silu_mul_quantize_into(
         layout: one of `core.formats.LAYOUTS`.
         config: work sharing, or None for the heuristic's.
     """
-    from moe_ops.core.launch import can_launch, launch
-    from moe_ops.quant.silu_mul_quantize_kernel import _silu_mul_quantize_kernel
-
-    if not can_launch(_silu_mul_quantize_kernel, x.device):
+    kernel, can_launch, launch = _launcher()
+    if not can_launch(kernel, x.device):
         result = silu_mul_quantize_ref(x, counts, fmt, layout, rule, act_kind, alpha, limit, up_offset, interleaved)
         return write_ref((data, scale), *result, filled_rows(x, counts), fmt, layout)
     if data.numel() == 0:
@@ -66,7 +73,7 @@ def silu_mul_quantize_into(
     if act_kind == "silu" and alpha == 1.0 and limit == math.inf and up_offset == 0.0:
         act_kind = "plain_silu"
     launch(
-        "silu_mul_quantize", _silu_mul_quantize_kernel, grid, *args, alpha, lowest, limit, up_offset,
+        "silu_mul_quantize", kernel, grid, *args, alpha, lowest, limit, up_offset,
         KIND=act_kind, INTERLEAVED=interleaved, **meta,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ def _call(fmt: str, tokens: int):
         offsets, order = torch.zeros(e + 1, dtype=torch.int32), torch.zeros(tokens * 2, dtype=torch.int32)
         inverse, weights = torch.zeros((tokens, 2), dtype=torch.int32), torch.zeros((tokens, 2))
         scales = (None, None)
-        if fmt == "fp8_block":
+        if fmt in ("fp8_block", "mxfp8_folded"):
             scales = (torch.ones((e, 2 * i // 128, h // 128)), torch.ones((e, h // 128, i // 128)))
         elif fmt == "mxfp8":
             scales = (torch.ones((e, 2 * i, h // 32), dtype=torch.uint8), torch.ones((e, h, i // 32), dtype=torch.uint8))
@@ -26,4 +26,4 @@ def _call(fmt: str, tokens: int):
     return call
 
 
-COMPILE_CASES = [(f"fused {fmt} T={t}", _call(fmt, t)) for fmt in ("fp8_block", "mxfp8", "plain") for t in (2, 1000)]
+COMPILE_CASES = [(f"fused {fmt} T={t}", _call(fmt, t)) for fmt in ("fp8_block", "mxfp8", "mxfp8_folded", "plain") for t in (2, 1000)]

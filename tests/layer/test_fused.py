@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
-from moe_ops import Activation, Routing, fused_moe, quantize, quantize_weight
+from moe_ops import Activation, Routing, fused_moe, quantize_weight
 from moe_ops.core.numerics import random_topk, relative_error, uneven
-from moe_ops.layer.fused import fused_moe_into, fused_moe_ref, make_workspace
+from moe_ops.layer.fused import _SCHEMES, fused_moe_into, fused_moe_ref, make_workspace
+from moe_ops.quant.fold import fold_weight
+from moe_ops.quant.quantize import quantize_ref
 
 BOUND = 1e-2
 GPU = torch.cuda.is_available()
@@ -18,6 +20,10 @@ def layer_weights(fmt, e, h, i, device, dtype=torch.bfloat16):
     w2 = (uneven((e, h, i), block=(128, 128), seed=2, spread=1) * i**-0.5).to(dtype).to(device)
     if fmt == "plain":
         return w13, w2
+    if fmt == "mxfp8_folded":
+        folded = fold_weight(quantize_weight(w13, "mxfp8"), segments=2), fold_weight(quantize_weight(w2, "mxfp8"))
+        assert all(report.folded for _, report in folded)
+        return folded[0][0], folded[1][0]
     return quantize_weight(w13, fmt, segments=2 if fmt == "fp8_block" else 1), quantize_weight(w2, fmt)
 
 
@@ -64,9 +70,9 @@ PATTERNS = ("none", "one row", "hot", "even")
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "plain"])
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "mxfp8_folded", "plain"])
 def test_chain_matches_reference(device, fmt, pattern):
-    t, e, k, h, i = 9, 4, 2, 256, 192  # I % 128 = 64: gate and up scales apart
+    t, e, k, h, i = 9, 4, 2, 256, 256 if fmt == "mxfp8_folded" else 192  # I % 128 = 64: gate and up scales apart
     w13, w2 = layer_weights(fmt, e, h, i, device)
     x, routing = tokens(t, h, device), make_routing(pattern, t, e, k, device)
     out = kernels(x, w13, w2, routing, fmt)
@@ -87,6 +93,20 @@ def test_activations_and_biases(device, fmt, act):
     out = kernels(x, w13, w2, routing, fmt, act=act, b13=b13, b2=b2)
     ref = fused_moe_ref(*op_args(x, w13, w2, routing, fmt, act=act, b13=b13, b2=b2))
     assert relative_error(out, ref) <= BOUND
+
+
+@pytest.mark.parametrize("tokens_", [5, 200], ids=["decode", "prefill"])
+def test_folded_weights_give_what_the_unfolded_ones_give(device, tokens_):
+    """Same layer function, numbers within the bound, whether MXFP8 weights were folded or not."""
+    e, k, h, i = 2, 1, 256, 128
+    exact, folded = layer_weights("mxfp8", e, h, i, device), layer_weights("mxfp8_folded", e, h, i, device)
+    x, routing = tokens(tokens_, h, device), make_routing("even", tokens_, e, k, device)
+    want = fused_moe_ref(*op_args(x, *exact, routing, "mxfp8"))
+    assert relative_error(fused_moe_ref(*op_args(x, *folded, routing, "mxfp8_folded")), want) <= 1e-3
+    assert relative_error(kernels(x, *folded, routing, "mxfp8_folded"), want) <= BOUND
+    assert relative_error(fused_moe(x, *folded, routing), want) <= BOUND
+    with pytest.raises(ValueError, match="fused_moe: w13 has blocks .* fold both mxfp8 weights or neither"):
+        fused_moe(x, folded[0], exact[1], routing)
 
 
 def test_reference_against_an_independent_formula():
@@ -174,7 +194,7 @@ def test_strided_tokens_equal_contiguous_ones(device):
         assert torch.equal(kernels(x, w13, w2, routing, "fp8_block"), kernels(x.contiguous(), w13, w2, routing, "fp8_block"))
 
 
-@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "plain"])
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "mxfp8_folded", "plain"])
 def test_opcheck(device, fmt):
     t, e, k, h, i = 3, 3, 2, 128, 128
     w13, w2 = layer_weights(fmt, e, h, i, device)
@@ -184,9 +204,8 @@ def test_opcheck(device, fmt):
     torch.library.opcheck(torch.ops.moe_ops.fused_moe_out.default, (*args, None, None, torch.empty_like(args[0]), *ws))
     a, sa, w, sw = args[0], None, args[1], args[2]
     if fmt != "plain":
-        q = quantize(args[0], fmt)
-        a, sa = q.data.view(torch.uint8), q.scale
-    gemm = (a, sa, w, sw, None, args[8], args[9], k, fmt, args[12])
+        a, sa = quantize_ref(args[0], None, *_SCHEMES[fmt][:1], "row_major", _SCHEMES[fmt][1])
+    gemm = (a, sa, w, sw, None, args[8], args[9], k, _SCHEMES[fmt][0], args[12])
     torch.library.opcheck(torch.ops.moe_ops.grouped_gemm.default, (*gemm, torch.float32))
     torch.library.opcheck(torch.ops.moe_ops.grouped_gemm_out.default, (*gemm, torch.zeros(t * k, 2 * i, device=device)))
 
