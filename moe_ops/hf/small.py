@@ -128,11 +128,18 @@ def greedy(model: Any, ids: torch.Tensor, steps: int, *, graph: bool = False) ->
         ids: (B, T) prompt, without padding.
         steps: tokens to decode, at least 3.
         graph: capture one decode step in a CUDA graph and replay it.
+
+    Raises:
+        ValueError: prompt and steps do not fit into the model's sliding window.
     """
     from transformers import StaticCache
 
     batch, prompt = ids.shape
-    cache = StaticCache(config=model.config, max_cache_len=prompt + steps)
+    length = prompt + steps
+    if length > (getattr(model.config, "sliding_window", None) or length):
+        raise ValueError(f"greedy: prompt and steps must fit into the sliding window of {model.config.sliding_window}, got {prompt} + {steps}")
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    slots = torch.arange(length, device=ids.device)
     position = torch.full((batch, 1), prompt, dtype=torch.int64, device=ids.device)
     start = now(ids.device)
     token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
@@ -140,7 +147,11 @@ def greedy(model: Any, ids: torch.Tensor, steps: int, *, graph: bool = False) ->
     out = [token.clone()]
 
     def step() -> None:
-        logits = model(token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        # our own mask, from the position on the device: Transformers' reads a length that Python counts, which a replay does not advance
+        mask: Any = (slots > position)[:, None, None].to(model.dtype) * torch.finfo(model.dtype).min
+        if hasattr(model.config, "layer_types"):
+            mask = dict.fromkeys(model.config.layer_types, mask)
+        logits = model(token, attention_mask=mask, past_key_values=cache, position_ids=position, use_cache=True).logits
         token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         position.add_(1)
 
