@@ -1,0 +1,147 @@
+"""Every kernel once at small, awkward shapes, for compute-sanitizer (`make memcheck`): ragged sizes, empty experts, counts past the capacity.
+
+Needs a GPU. Fails when an entry kernel of the package was not launched. Numbers are other tests' work; here each access counts.
+"""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from moe_ops import Activation, Routing, combine, dequantize, fused_moe, grouped_gemm, quantize, quantize_weight, route, silu_mul_quantize  # noqa: E402
+from moe_ops.core.arch import arch_of  # noqa: E402
+from moe_ops.core.formats import LAYOUTS  # noqa: E402
+from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
+from moe_ops.gemm.grouped_act import grouped_act_into, grouped_down_into, uses_hopper  # noqa: E402
+from moe_ops.gemm.tile_list import list_size, tile_list_into  # noqa: E402
+from moe_ops.quant.fold import fold_weight  # noqa: E402
+from moe_ops.quant.scale_layout import to_layout  # noqa: E402
+from moe_ops.router.permute import permute  # noqa: E402
+
+CUDA = torch.device("cuda")
+
+
+def data(*shape, seed=0, dtype=torch.bfloat16):
+    return uneven(shape, seed=seed, dtype=dtype).to(CUDA)
+
+
+def counts(*values):
+    return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+
+def quantizers():
+    for fmt, k in (("fp8_block", 200), ("fp8_block", 1160), ("mxfp8", 224), ("mxfp8", 1056)):
+        for layout in LAYOUTS:
+            if fmt == "fp8_block" and layout in ("ue8m0_packed", "swizzle_32x4x4"):
+                continue
+            dequantize(quantize(data(5, k), fmt, layout=layout))
+            quantize(data(3, 7, k, dtype=torch.float32), fmt, counts=counts(0, 3, 99), layout=layout)
+            silu_mul_quantize(data(5, 2 * k, dtype=torch.float32), fmt, layout=layout)
+        silu_mul_quantize(data(3, 7, 2 * k), fmt, counts=counts(7, 0, -1), act=Activation.gpt_oss(interleaved=True))
+        weight = quantize_weight(data(2, 130, k), fmt, segments=2 if fmt == "fp8_block" else 1)
+        dequantize(weight, torch.bfloat16)
+        if fmt == "mxfp8":
+            quantize_weight(data(33, k), fmt, stochastic_seed=1, name="w")
+            for layout in LAYOUTS:
+                to_layout(to_layout(quantize(data(5, k), fmt), layout), "row_major")
+
+
+def router():
+    for e, k, groups in ((1, 1, 1), (6, 2, 1), (60, 4, 1), (256, 8, 8), (384, 6, 1)):
+        for score in ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus"):
+            for t in (1, 37):
+                logits = data(t, e, dtype=torch.float32)
+                valid = torch.tensor(t - 1, dtype=torch.int32, device=CUDA)
+                kw = dict(n_group=groups, topk_group=max(1, groups // 2))
+                bias = torch.randn(e, device=CUDA) if score == "sigmoid" else None
+                route(logits, k, score=score, bias=bias, renormalize=score != "topk_softmax", num_valid=valid, local=(0, max(1, e // 2)), **kw)
+    for t, e, k in ((1, 4, 2), (300, 40, 4), (30000, 300, 8)):
+        ids, weights = random_topk(t, e, k)
+        ids[0, 0], ids[-1, -1] = -(2**31), 2**31 - 1
+        routing = Routing.from_topk(ids.to(CUDA), weights.to(CUDA), e)
+        x = data(t, 72)
+        padded = permute(x, routing, block=16)
+        combine(torch.randn(t * k, 72, device=CUDA, dtype=torch.bfloat16), routing)
+        routing.to_offs(), routing.to_m_indices(), routing.to_psum(), routing.to_masked_m(64), routing.to_sorted_block(64), routing.to_m_indptr()
+        assert padded is not None
+
+
+def gemms():
+    for fmt, k in (("fp8_block", 200), ("fp8_block", 136), ("mxfp8", 224), ("plain", 136)):
+        for n, segments in ((80, 1), (2 * 192, 2)):
+            w = data(3, n, k)
+            q = w if fmt == "plain" else quantize_weight(w, fmt, segments=segments if fmt == "fp8_block" else 1)
+            for rows in (7, 300):
+                a = data(rows, k) if fmt == "plain" else quantize(data(rows, k), fmt)
+                grouped_gemm(a, q, counts(0, 5, 5, rows), bias=torch.randn(3, n, device=CUDA))
+                grouped_gemm(a, q, counts(9, 2**31 - 1, -4, rows + 50), out_dtype=torch.float32)
+                m = data(3, rows, k) if fmt == "plain" else quantize(data(3, rows, k), fmt)
+                grouped_gemm(m, q, counts(rows + 9, 0, 3))
+
+
+def fused_gemm1():
+    e, i, h, k = 3, 256, 384, 2
+    x = quantize(data(110, h), "fp8_block")
+    w = quantize_weight(data(e, 2 * i, h), "fp8_block", segments=2)
+    ids, weights = random_topk(110, e, k)
+    routing = Routing.from_topk(ids.to(CUDA), weights.to(CUDA), e)
+    rows = 110 * k
+    for hopper in (False, True) if uses_hopper(arch_of(CUDA)) else (False,):
+        tiles = torch.empty(list_size(rows, e, 64), dtype=torch.int32, device=CUDA)
+        tile_list_into(routing.offsets, rows, 128 if hopper else 64, tiles)
+        for rule in ("fp32", "folded"):
+            bits, scale = torch.empty(rows, i, dtype=torch.uint8, device=CUDA), torch.empty(rows, i // 128, device=CUDA)
+            args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, torch.randn(e, 2 * i, device=CUDA))
+            grouped_act_into(*args, tiles, routing.order, k, "silu", 1.0, math.inf, 0.0, bits, scale, rule, hopper)
+        if hopper:
+            down = quantize_weight(data(e, 512, i), "fp8_block")
+            out = torch.empty(rows, 512, dtype=torch.bfloat16, device=CUDA)
+            grouped_down_into(bits, scale, down.data.view(torch.uint8), down.scale, None, tiles, routing.offsets, out, None)
+
+
+def layers():
+    for fmt in ("fp8_block", "mxfp8", "folded", "plain"):
+        w13, w2 = data(4, 512, 256), data(4, 256, 256)
+        if fmt == "folded":
+            w13, w2 = fold_weight(quantize_weight(w13, "mxfp8"), segments=2)[0], fold_weight(quantize_weight(w2, "mxfp8"))[0]
+        elif fmt != "plain":
+            w13, w2 = quantize_weight(w13, fmt, segments=2 if fmt == "fp8_block" else 1), quantize_weight(w2, fmt)
+        for t in (1, 200):
+            ids, weights = random_topk(t, 4, 2)
+            fused_moe(data(t, 256), w13, w2, Routing.from_topk(ids.to(CUDA), weights.to(CUDA), 4))
+
+
+def launched() -> set[str]:
+    """Names of the package's kernels that were compiled, hence launched, in this process."""
+    from triton.runtime.jit import JITFunction
+
+    names = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moe_ops."):
+            for value in vars(module).values():
+                if isinstance(value, JITFunction) and any(cache[0] for cache in value.device_caches.values()):
+                    names.add(value.fn.__name__)
+    return names
+
+
+def main() -> int:
+    for part in (quantizers, router, gemms, fused_gemm1, layers):
+        part()
+        torch.cuda.synchronize()
+        print(f"{part.__name__} done", flush=True)
+    spec = importlib.util.spec_from_file_location("compile_cases", ROOT / "tests/compile_cases.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernels, ran = set(module.entry_kernels()), launched()
+    missing = sorted(kernels - ran - (set() if uses_hopper(arch_of(CUDA)) else module.gluon_kernels()))
+    print(f"{len(kernels & ran)} of {len(kernels)} kernels launched; missing: {missing}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
