@@ -28,5 +28,6 @@ for kind, shape in bench.sizes(gpu=GPU, cpu=CPU):
             return dequantize_ref(as_bytes(q.data), q.scale, fmt, q.block[0], q.segments, torch.bfloat16)
 
         q = data(0)
+        nbytes = data(0).nbytes + 2 * data(0).data.numel()
         bench.case(f"{kind} {'x'.join(map(str, shape))} {fmt}", {"triton": make}, reference=reference, nbytes=nbytes, format=fmt)
 bench.exit()
