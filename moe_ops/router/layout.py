@@ -1,4 +1,4 @@
-"""The token layout: from expert ids [T, k] to counts, offsets, row order and its inverse, in one launch without atomics.
+"""The token layout: from expert ids [T, k] to counts, offsets, row order and its inverse, without atomics, in one launch up to 8192 pairs.
 
     pair p = t * k + j chose expert e        rows of expert e:   offsets[e] .. offsets[e] + counts[e]
     order[row] = p                           inverse[t, j] = row      (both -1 where there is nothing)
@@ -17,9 +17,14 @@ import triton.language as tl
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.core.ops import register
+from moe_ops.router.layout_chunked import MAX_EXPERTS, chunked_layout
+from moe_ops.router.pairs_kernel import load_pairs, store_canonical, valid_tokens
 
 #: Most pairs (tokens * top_k) of one call: row numbers are int32, and a scan looks up to one block past the end.
 MAX_PAIRS = 2**31 - 2**16
+
+#: Pairs up to which one launch does everything.
+LARGEST_STEP = 8192
 
 LayoutTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -33,12 +38,15 @@ class LayoutConfig:
 
 
 def heuristic(pairs: int) -> LayoutConfig:
-    """Three sizes of scan step, so that batch sizes share compiled kernels; the smallest needs no barrier."""
+    """Three sizes of scan step, so that batch sizes share compiled kernels; the smallest needs no barrier.
+
+    Every program scans every pair, so its time grows with the pairs: above the largest step the chunked form takes over.
+    """
     if pairs <= 256:
         return LayoutConfig(256, 1)
     if pairs <= 4096:
         return LayoutConfig(1024, 4)
-    return LayoutConfig(8192, 16)
+    return LayoutConfig(LARGEST_STEP, 16)
 
 
 def valid_rows(num_valid: torch.Tensor | None, rows: int) -> torch.Tensor | int:
@@ -85,35 +93,6 @@ def routing_layout_ref(
     return out_ids, out_weights, counts, offsets, order, inverse
 
 
-@triton.jit
-def local_expert(raw, ok, map_ptr, num_experts, num_local, first):
-    """Local expert of each raw global id (int32 or int64), -1 where `ok` is false or the expert is not here."""
-    ok = ok & (raw >= 0) & (raw < num_experts)
-    local = tl.where(ok, raw, 0).to(tl.int32)
-    if map_ptr is None:
-        local = local - first
-    else:
-        local = tl.load(map_ptr + local, mask=ok, other=-1).to(tl.int32)
-    return tl.where(ok & (local >= 0) & (local < num_local), local, -1)
-
-
-@triton.jit
-def valid_tokens(num_valid_ptr, T):
-    """How many of the T rows are real: the device scalar clamped to [0, T]."""
-    valid = T
-    if num_valid_ptr is not None:
-        valid = tl.minimum(tl.maximum(tl.load(num_valid_ptr), 0), T).to(tl.int32)
-    return valid
-
-
-@triton.jit
-def _pair_offsets(pair, stride_t, stride_j, TOP_K: tl.constexpr, FLAT: tl.constexpr):
-    if FLAT:
-        return pair
-    else:  # two returns of different types need the branch to be known when compiling
-        return (pair // TOP_K).to(tl.int64) * stride_t + (pair % TOP_K).to(tl.int64) * stride_j
-
-
 @triton.jit(do_not_specialize=["T", "num_experts", "num_local", "first", "stride_it", "stride_ij", "stride_wt", "stride_wj"])
 def _routing_layout_kernel(
     ids_ptr,
@@ -151,8 +130,7 @@ def _routing_layout_kernel(
     odds = tl.zeros([BLOCK_N], tl.int32)
     for start in range(0, filled, BLOCK_N):
         pair = start + lanes
-        raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
-        local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
+        _, local = load_pairs(ids_ptr, map_ptr, pair, filled, num_experts, num_local, first, stride_it, stride_ij, TOP_K, FLAT)  # pyright: ignore[reportGeneralTypeIssues]
         before += ((local >= 0) & (local < even)).to(tl.int32)
         placed += (local >= 0).to(tl.int32)
         evens += (local == even).to(tl.int32)
@@ -171,8 +149,7 @@ def _routing_layout_kernel(
 
     for start in range(0, filled, BLOCK_N):
         pair = start + lanes
-        raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
-        local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
+        _, local = load_pairs(ids_ptr, map_ptr, pair, filled, num_experts, num_local, first, stride_it, stride_ij, TOP_K, FLAT)
         is_odd = local == odd
         hits = tl.where(is_odd, 65536, tl.where(local == even, 1, 0))  # one running sum for both: a step has fewer than 2^16 pairs
         rank = tl.cumsum(hits, axis=0)
@@ -185,15 +162,11 @@ def _routing_layout_kernel(
 
     for start in range(tl.program_id(0) * BLOCK_N, pairs, tl.num_programs(0) * BLOCK_N):
         pair = start + lanes
-        raw = tl.load(ids_ptr + _pair_offsets(pair, stride_it, stride_ij, TOP_K, FLAT), mask=pair < filled, other=-1)
-        local = local_expert(raw, pair < filled, map_ptr, num_experts, num_local, first)
+        raw, local = load_pairs(ids_ptr, map_ptr, pair, filled, num_experts, num_local, first, stride_it, stride_ij, TOP_K, FLAT)
         inside = pair < pairs
         tl.store(inverse_ptr + pair, tl.full([BLOCK_N], -1, tl.int32), mask=inside & (local < 0))
         tl.store(order_ptr + pair, tl.full([BLOCK_N], -1, tl.int32), mask=inside & (pair >= total))
-        if out_ids_ptr is not None:
-            weight = tl.load(weights_ptr + _pair_offsets(pair, stride_wt, stride_wj, TOP_K, FLAT), mask=local >= 0, other=0.0)
-            tl.store(out_ids_ptr + pair, tl.where(local >= 0, raw.to(tl.int32), -1), mask=inside)
-            tl.store(out_weights_ptr + pair, weight.to(tl.float32), mask=inside)
+        store_canonical(weights_ptr, out_ids_ptr, out_weights_ptr, pair, pairs, raw, local, stride_wt, stride_wj, TOP_K, FLAT)
 
 
 def layout_into(
@@ -211,7 +184,9 @@ def layout_into(
     out_ids: torch.Tensor | None = None,
     out_weights: torch.Tensor | None = None,
 ) -> None:
-    """Write the token layout of `ids` into given buffers; one launch, no allocation, no checks.
+    """Write the token layout of `ids` into given buffers; no checks.
+
+    One launch and no allocation up to 8192 pairs; above, two launches and a table of counts for a chunk of pairs on each SM.
 
     Args:
         ids: (T, k) int32 or int64, any strides: global expert ids; anything outside [0, num_experts) counts as none.
@@ -234,6 +209,10 @@ def layout_into(
                 out.copy_(result.view(out.shape))
         return
     tokens, top_k = ids.shape
+    if tokens * top_k > LARGEST_STEP and counts.shape[0] <= MAX_EXPERTS:
+        outs = (out_ids, out_weights, counts, offsets, order, inverse)
+        chunked_layout(ids, weights, num_valid, expert_map, outs, num_experts, first)
+        return
     config = heuristic(tokens * top_k)
     launch(
         "routing_layout",
@@ -259,6 +238,7 @@ def layout_into(
         FLAT=ids.is_contiguous() and (weights is None or weights.is_contiguous()),
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
+        enable_fp_fusion=False,
     )
 
 

@@ -184,6 +184,7 @@ def _routing_pad_triton(
         MASKED=masked,
         BLOCK_R=block_r,
         num_warps=8,
+        enable_fp_fusion=False,
     )
     return outs
 

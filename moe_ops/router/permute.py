@@ -116,6 +116,7 @@ def _permute_triton(
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     return out
 

@@ -148,6 +148,7 @@ class Routing:
 
     def to_masked_m(self, capacity: int) -> torch.Tensor:
         """Filled rows of each expert, int32 (E_local,), clamped to the capacity: masked_m for `permute(.., capacity=capacity)`."""
+        checks.int_range("to_masked_m", "capacity", capacity, 1, MAX_PAIRS)
         return self.counts.clamp(max=capacity)
 
     def to_m_indptr(self, block: int = 4) -> torch.Tensor:

@@ -23,7 +23,10 @@ def _case(tokens, top_k, experts, *, ids=torch.int32, weights=torch.float32, exp
 
 COMPILE_CASES = [
     ("decode", _case(4, 8, 256)),
-    ("prefill", _case(1024, 8, 256, num_valid=True)),
+    ("middle", _case(128, 8, 256)),
+    ("largest-single-launch", _case(1024, 8, 256, num_valid=True)),
+    ("prefill", _case(4096, 8, 256, num_valid=True)),
+    ("prefill-map-strided", _case(4096, 8, 60, ids=torch.int64, weights=torch.bfloat16, expert_map=True, flat=False)),
     ("many-experts", _case(1024, 22, 2048, ids=torch.int64, expert_map=True)),
     ("strided-int64-bf16", _case(64, 3, 60, ids=torch.int64, weights=torch.bfloat16, flat=False)),
 ]

@@ -79,6 +79,31 @@ def test_largest_scan_step_equals_the_reference(device):
     check(device, ids.fmod(3), weights, 3, num_valid=torch.tensor(1025))
 
 
+CHUNKED = {
+    "many-pairs": (ids_of(275, 4, 9), 9, {}),
+    "one-hot-expert": ((torch.full((1100, 1), 70), torch.rand(1100, 1)), 130, {}),
+    "all-invalid": ((torch.full((367, 3), 9), torch.rand(367, 3)), 9, {}),
+    "padding-ends-inside-a-chunk": (ids_of(275, 4, 9), 9, {"num_valid": torch.tensor(150)}),
+    "no-valid-row": (ids_of(275, 4, 9), 9, {"num_valid": torch.tensor(0)}),
+    "window-of-int64-ids": ((ids_of(140, 8, 40)[0].long(), ids_of(140, 8, 40)[1].bfloat16()), 40, {"num_local": 7, "first": 30}),
+    "map": (ids_of(140, 8, 40), 40, {"expert_map": torch.arange(40).flip(0) - 3}),
+    "strided": (tuple(torch.cat([t, t], 1)[:, 8:] for t in ids_of(140, 8, 40)), 40, {}),
+    "one-pair-more-than-a-chunk": (ids_of(257, 1, 300), 300, {}),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunked_form_equals_the_reference(name, device, monkeypatch):
+    monkeypatch.setattr(layout, "LARGEST_STEP", 256)
+    (ids, weights), experts, kwargs = CHUNKED[name]
+    check(device, ids, weights, experts, **kwargs)
+
+
+def test_the_chunked_form_takes_over_above_the_largest_step(device):
+    for tokens in (2048, 2049):
+        check(device, *ids_of(tokens, 4, 6), 6)
+
+
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_fuzz_against_the_reference_and_loops(data):
