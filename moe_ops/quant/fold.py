@@ -119,7 +119,5 @@ def fold_weight(q: QTensor, *, segments: int = 1, max_row: float = MAX_ROW, max_
     report_row, report_tensor = float(worst.sqrt()), float((lost / whole.clamp(min=1e-300)).sqrt())
     if not (report_row <= max_row and report_tensor <= max_tensor):
         return q, FoldReport(False, report_row, report_tensor)
-    folded = replace(
-        q, data=data.reshape(q.shape), scale=scale.reshape(*lead, *scale.shape[1:]), block=FP8_BLOCK.weight_block, segments=segments
-    )
+    folded = replace(q, data=data.reshape(q.shape), scale=scale.reshape(*lead, *scale.shape[1:]), block=FP8_BLOCK.weight_block, segments=segments)
     return folded, FoldReport(True, report_row, report_tensor)

@@ -19,9 +19,7 @@ def _call(fmt: str, tokens: int):
             scales = (torch.ones((e, 2 * i, h // 32), dtype=torch.uint8), torch.ones((e, h, i // 32), dtype=torch.uint8))
         if fmt != "plain":
             w13, w2 = torch.zeros(w13.shape, dtype=torch.uint8), torch.zeros(w2.shape, dtype=torch.uint8)
-        _fused_moe_cuda(
-            x, w13, scales[0], w2, scales[1], None, None, weights, offsets, order, inverse, fmt, 1, "silu", 1.0, float("inf"), 0.0, False
-        )
+        _fused_moe_cuda(x, w13, scales[0], w2, scales[1], None, None, weights, offsets, order, inverse, fmt, 1, "silu", 1.0, float("inf"), 0.0, False)
 
     return call
 
