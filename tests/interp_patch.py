@@ -1,7 +1,8 @@
 """Correct casts and bf16 dots for Triton's CPU interpreter, applied by conftest.py before any kernel module is imported.
 
 Unpatched (3.6.0 to 3.9.0), the interpreter casts fp32 to e4m3 wrongly (ties, subnormals, carry, NaN, overflow), truncates fp32 to bf16,
-multiplies raw bits in a bf16 `tl.dot` and rounds the product in `tl.fma`. Patched, all bf16 patterns, two million random floats and all ties are byte-equal to torch.
+multiplies raw bits in a bf16 `tl.dot` and rounds the product in `tl.fma`. Patched, all bf16 patterns, two million random
+floats and all ties are byte-equal to torch.
 """
 
 import numpy as np
@@ -46,8 +47,8 @@ def create_dot(self, a, b, acc, *rest):
 def create_fma(self, x, y, z):
     if z.dtype.scalar != tl.float32:
         return original_fma(self, x, y, z)
-    product, addend = x.data.astype(np.float64) * y.data.astype(np.float64), z.data.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
+        product, addend = x.data.astype(np.float64) * y.data.astype(np.float64), z.data.astype(np.float64)
         total = product + addend
         back = total - product
         error = (product - (total - back)) + (addend - back)

@@ -78,8 +78,8 @@ def e8m0_byte(amax, RULE: tl.constexpr):
 
 
 @triton.jit
-def quotient(v, finite, scale):
-    """v / scale in fp32, correctly rounded, for an fp8_block scale that broadcasts against v; `finite` says which v are.
+def quotient(v, scale):
+    """v / scale in fp32, correctly rounded, for an fp8_block scale that broadcasts against v.
 
     Without a division for each element (Markstein): with the scale's power of two taken out of both, the reciprocal of its mantissa is
     rounded once and the remainder is exact. In this form a zero keeps its sign (unary minus, which is 0 - x, would lose it).
@@ -90,19 +90,24 @@ def quotient(v, finite, scale):
     inverse = tl.div_rn(mantissa * 0.0 + 1.0, mantissa)
     u = v * power
     q = u * inverse
-    q = tl.fma(tl.fma(q, mantissa, u * -1.0) * -1.0, inverse, q)
-    return tl.where(finite, q, v)
+    exact = tl.fma(tl.fma(q, mantissa, u * -1.0) * -1.0, inverse, q)
+    return tl.where(tl.abs(q) < float("inf"), exact, q)  # an infinity leaves no remainder
+
+
+@triton.jit
+def finite_magnitude(v):
+    """|v|, or NaN for an infinity, so that a maximum, which passes over NaN, sees finite values only."""
+    return tl.abs(tl.fma(v, 0.0, v))
 
 
 @triton.jit
 def scaled(v, RULE: tl.constexpr):
     """Tile v (R, GROUPS, GROUP) fp32 -> (v / scale fp32, scales (R, GROUPS)): fp32 scales for the fp8_block rules, else E8M0 bytes as int32."""
-    a = tl.abs(v)
-    finite = a < float("inf")
-    amax = tl.max(tl.where(finite, a, 0.0), axis=2)
+    amax = tl.max(finite_magnitude(v), axis=2)
+    amax = tl.where(amax == amax, amax, 0.0)
     if RULE == "fp32":
         scale = fp8_block_scale(amax, RULE)
-        q = quotient(v, finite, tl.expand_dims(scale, 2))
+        q = quotient(v, tl.expand_dims(scale, 2))
     else:
         # a division by a power of two: multiply by its inverse, which is a normal number under every rule
         if RULE == "pow2":

@@ -6,7 +6,7 @@ mxfp8 without stochastic rounding is what the activation quantizer computes, and
 import triton
 import triton.language as tl
 
-from moe_ops.quant.row_tiles import e4m3_bits, fp8_block_scale, quotient, scaled
+from moe_ops.quant.row_tiles import e4m3_bits, finite_magnitude, fp8_block_scale, quotient, scaled
 
 
 @triton.jit
@@ -52,10 +52,9 @@ def _quantize_weight_kernel(
     column = tile_k * 128 + tl.arange(0, 128)
     mask = (local < per)[:, None] & (column < K)[None, :]
     v = tl.load(w_ptr + expert * stride_we + (row * stride_wn)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    a = tl.abs(v)
-    finite = a < float("inf")
-    scale = fp8_block_scale(tl.max(tl.max(tl.where(finite, a, 0.0), axis=1), axis=0), RULE)
-    q = quotient(v, finite, scale)
+    amax = tl.max(tl.max(finite_magnitude(v), axis=1), axis=0)
+    scale = fp8_block_scale(tl.where(amax == amax, amax, 0.0), RULE)
+    q = quotient(v, scale)
     index = ((expert * N + row) * K)[:, None] + column[None, :]
     if STOCHASTIC:
         bits = stochastic_bits(q, index, key_high, key_low)
