@@ -56,6 +56,7 @@ test: $(READY)
 
 lint: $(READY_LINT)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
 	$(PY) -m pyright
 	PYTHONPATH=. $(if $(READY_LINT),$(VENV)/bin/lint-imports,lint-imports) --no-cache
 
