@@ -58,14 +58,14 @@ def arch_of_capability(capability: int, sms: int = 132) -> Arch:
     return Arch(capability, sms, _SMEM.get(capability, 101376), f"sm_{capability}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuda_arch(index: int) -> Arch:
     props = torch.cuda.get_device_properties(index)
     smem = getattr(props, "shared_memory_per_block_optin", _SMEM.get(props.major * 10 + props.minor, 101376))
     return Arch(props.major * 10 + props.minor, props.multi_processor_count, smem, props.name)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cpu_arch(override: str | None) -> Arch:
     if override:
         return arch_of_capability(int(override), INTERPRETER_SMS)

@@ -19,7 +19,8 @@ def is_tensor(op: str, name: str, t: object) -> None:
 def dtype(op: str, name: str, t: torch.Tensor, allowed: Iterable[torch.dtype]) -> None:
     allowed = tuple(allowed)
     if t.dtype not in allowed:
-        raise TypeError(f"{op}: {name} must be {' or '.join(str(d).removeprefix('torch.') for d in allowed)}, got {str(t.dtype).removeprefix('torch.')}")
+        accepted = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{op}: {name} must be {accepted}, got {str(t.dtype).removeprefix('torch.')}")
 
 
 def ndim(op: str, name: str, t: torch.Tensor, allowed: Iterable[int]) -> None:

@@ -148,8 +148,9 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def make_qtensor(
-    data: torch.Tensor, scale: torch.Tensor, fmt: str | Format, *, weight: bool = True, layout: str = "row_major", segments: int = 1, rule: str = "unknown"
-) -> QTensor:
+    data: torch.Tensor, scale: torch.Tensor, fmt: str | Format, *, weight: bool = True, layout: str = "row_major", segments: int = 1,
+    rule: str = "unknown",
+) -> QTensor:  # fmt: skip
     """Wrap existing data and scales, checking that they belong together.
 
     Args:
@@ -186,8 +187,9 @@ def make_qtensor(
         fused = scale_shape(tuple(data.shape), block, 1)
         hint = ""
         if segments == 2 and tuple(scale.shape) == fused:
-            hint = f"; this is the scale of one fused matrix, whose blocks mix gate and up rows where I % {block[0]} != 0: quantize gate and up apart"
-        raise ValueError(f"make_qtensor: scale must have shape {expected} for data {tuple(data.shape)} in blocks {block}, got {tuple(scale.shape)}{hint}")
+            hint = f"; it belongs to one fused matrix, whose blocks mix gate and up rows where I % {block[0]} != 0: quantize gate and up apart"
+        got = tuple(scale.shape)
+        raise ValueError(f"make_qtensor: scale must have shape {expected} for data {tuple(data.shape)} in blocks {block}, got {got}{hint}")
     if data.device != scale.device:
         raise ValueError(f"make_qtensor: data is on {data.device}, scale on {scale.device}")
     return QTensor(as_e4m3(data), scale, f, block, layout, rule, segments)

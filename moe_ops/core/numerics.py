@@ -32,7 +32,9 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def uneven(shape: tuple[int, ...], *, block: tuple[int, int] = (1, 32), seed: int = 0, dtype: torch.dtype = torch.bfloat16, spread: int = 4) -> torch.Tensor:
+def uneven(
+    shape: tuple[int, ...], *, block: tuple[int, int] = (1, 32), seed: int = 0, dtype: torch.dtype = torch.bfloat16, spread: int = 4
+) -> torch.Tensor:
     """Normal data whose blocks of (rows, columns) have scales that differ by up to 2^(2 * spread); on the CPU, from `seed`."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g)

@@ -256,7 +256,8 @@ def grouped_gemm(
         if gather:
             raise ValueError(f"{op}: gather needs a Routing (its order maps rows to tokens), got a tensor")
         masked = a_data.dim() == 3
-        checks.device_counts(op, "routing (counts of masked rows)" if masked else "routing (offsets of packed rows)", offsets, experts if masked else experts + 1)
+        what = "routing (counts of masked rows)" if masked else "routing (offsets of packed rows)"
+        checks.device_counts(op, what, offsets, experts if masked else experts + 1)
     else:
         if routing.num_local_experts != experts:
             raise ValueError(f"{op}: routing has {routing.num_local_experts} local experts and w has {experts}; they must be equal")

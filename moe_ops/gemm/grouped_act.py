@@ -85,7 +85,8 @@ def grouped_act_into(
     tiles_bound = (min(experts, rows) + rows // 64) * (n // 256)
     launch(
         "grouped_act", _grouped_act_kernel, (min(arch.sms, tiles_bound),),
-        as_e4m3(a), a_scale, w_desc, w_scale, bias, as_bytes(out), out_scale, tiles, order, a.shape[0], *strides, alpha, lowest_gate(act_kind, alpha), limit, up_offset,
+        as_e4m3(a), a_scale, w_desc, w_scale, bias, as_bytes(out), out_scale, tiles, order, a.shape[0], *strides,
+        alpha, lowest_gate(act_kind, alpha), limit, up_offset,
         N=n, K=k, TOP_K=top_k, KIND=act_kind, RULE=rule, GROUP_M=GROUP_M, BLOCK_M=64, num_warps=8, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ class GroupedGemmConfig:
 
     @staticmethod
     def of_ints(values: list[int]) -> "GroupedGemmConfig":
+        """The inverse of `ints`."""
         return GroupedGemmConfig(*values[:-1], swap=bool(values[-1]))
 
 
@@ -59,6 +60,7 @@ class GroupedGemmProblem:
 
     @property
     def rows_per_expert(self) -> int:
+        """Average of the rows there is room for."""
         return ceil_div(self.rows, max(1, self.experts))
 
 

@@ -220,8 +220,8 @@ def _store(out_ptr, x, row0, r0, rows, col, stride, BN: gl.constexpr, VEC: gl.co
 def _consumer(
     WG: gl.constexpr, sa_ptr, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, amax_bufs, amax_bars,
     a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset,
-    N: gl.constexpr, K: gl.constexpr, N_TILES: gl.constexpr, STEP_N: gl.constexpr, HALF: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr,
-    KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, N_TILES: gl.constexpr, STEP_N: gl.constexpr, HALF: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr,
+    FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Rows WG * 64 .. of each tile; of a tile with at most 64 rows both consumers take those rows and half of the columns each."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -253,7 +253,9 @@ def _consumer(
         sw1 = sw0 + (HALF // 128) * KB
         bias0 = expert.to(gl.int64) * N + n * STEP_N
         if rows > 64:
-            acc0, acc1, it = _scaled_products(sa, stride_sak, sw0, sw1, a_bufs, b_bufs, full, empty, use_acc, it, WG * 64, 0, 128, 128, KB, STAGES, wide)
+            acc0, acc1, it = _scaled_products(
+                sa, stride_sak, sw0, sw1, a_bufs, b_bufs, full, empty, use_acc, it, WG * 64, 0, 128, 128, KB, STAGES, wide
+            )
             if bias_ptr is not None:
                 acc0 = _biased(acc0, bias_ptr + bias0, 128, wide)
                 acc1 = _biased(acc1, bias_ptr + bias0 + HALF, 128, wide)
@@ -271,7 +273,9 @@ def _consumer(
                 _store(out_ptr, acc1.to(out_ptr.dtype.element_ty), row0, WG * 64, rows, n * STEP_N + 128, N, 128, 8)
         elif FUSED:
             sa_n = gl.convert_layout(sa, rows_n)
-            gate, up, it = _scaled_products(sa_n, stride_sak, sw0, sw1, a_bufs, b_bufs, full, empty, use_acc, it, 0, WG * 64, 128 + WG * 64, 64, KB, STAGES, narrow)
+            gate, up, it = _scaled_products(
+                sa_n, stride_sak, sw0, sw1, a_bufs, b_bufs, full, empty, use_acc, it, 0, WG * 64, 128 + WG * 64, 64, KB, STAGES, narrow
+            )
             if bias_ptr is not None:
                 gate = _biased(gate, bias_ptr + bias0 + WG * 64, 64, narrow)
                 up = _biased(up, bias_ptr + bias0 + HALF + WG * 64, 64, narrow)
@@ -309,7 +313,8 @@ def _consumer(
 def _grouped_gemm_hopper_kernel(
     a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, tiles_ptr, order_ptr, a_rows_total, stride_am, stride_sam, stride_sak, zero,
     alpha, lowest, limit, up_offset,
-    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr,
+    KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """One program computes every num_programs-th tile; `zero` is 0 at run time, which lets wgmma overwrite its accumulator in place."""
     STEP_N: gl.constexpr = 128 if FUSED else 256
@@ -332,9 +337,11 @@ def _grouped_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, sa_ptr, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, amax_bufs, amax_bars,
-                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset, N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, RULE, STAGES, GROUP_M)),
+                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset,
+                         N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, RULE, STAGES, GROUP_M)),
             (_consumer, (1, sa_ptr, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, amax_bufs, amax_bars,
-                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset, N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, RULE, STAGES, GROUP_M)),
+                         a_rows_total, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset,
+                         N, K, N_TILES, STEP_N, HALF, TOP_K, GATHER, FUSED, KIND, RULE, STAGES, GROUP_M)),
             (_producer, (a, w_desc, order_ptr, tiles_ptr, a_bufs, b_bufs, full, empty, a_rows_total, stride_am,
                          N, K, HALF, N_TILES, STEP_N, TOP_K, GATHER, STAGES, GROUP_M)),
         ],
@@ -363,6 +370,7 @@ def launch_hopper(
     launch(
         op, _grouped_gemm_hopper_kernel, (max(1, min(arch.sms, bound)),),
         operand, a_scale, TensorDescriptor.from_tensor(w.view(experts * n, k), [128, 128], _BOX), w_scale, bias,
-        as_e4m3(out) if out_scale is not None else out, out_scale, tiles, order, a.shape[0], a.stride(0), *a_scale.stride(), 0, alpha, lowest_gate(act_kind, alpha), limit, up_offset,
+        as_e4m3(out) if out_scale is not None else out, out_scale, tiles, order, a.shape[0], a.stride(0), *a_scale.stride(), 0,
+        alpha, lowest_gate(act_kind, alpha), limit, up_offset,
         N=n, K=k, TOP_K=top_k, GATHER=gather, FUSED=out_scale is not None, KIND=act_kind, RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
     )  # fmt: skip

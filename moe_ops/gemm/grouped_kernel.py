@@ -67,7 +67,10 @@ def _exp2_byte(b):
 
 
 @triton.jit
-def _tile_plain(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr):
+def _tile_plain(
+    a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     for k in range(0, K, BLOCK_K):
         a = _load_a(a_rows, k, row_ok, K, BLOCK_K)
         b = _load_w(w, row, k, col_ok, K, BLOCK_N, BLOCK_K, TMA)
@@ -79,7 +82,10 @@ def _tile_plain(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K:
 
 
 @triton.jit
-def _tile_fp8_block(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr):
+def _tile_fp8_block(
+    a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """`sw` points at the scales of this tile's 128 rows; every 128 of K the product is promoted to fp32 with both scales."""
     for kb in range(0, (K + 127) // 128):
         a = _load_a(a_rows, kb * 128, row_ok, K, BLOCK_K)
@@ -93,7 +99,10 @@ def _tile_fp8_block(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc
 
 
 @triton.jit
-def _tile_mxfp8(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr):
+def _tile_mxfp8(
+    a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """`sw` points at the scale rows of this tile, [BLOCK_N]; each 32 of K is one product, promoted with both of its scales."""
     for kb in range(0, K // 32):
         a = _load_a(a_rows, kb * 32, row_ok, K, 32)
@@ -108,7 +117,10 @@ def _tile_mxfp8(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K:
 
 
 @triton.jit
-def _tile_mxfp8_native(a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr):
+def _tile_mxfp8_native(
+    a_rows, sa_rows, stride_sak, row_ok, w, sw, row, col_ok, acc,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Block-scaled instruction of SM100 and SM120: the hardware applies both E8M0 scales."""
     groups = tl.arange(0, BLOCK_K // 32)
     for k in range(0, K, BLOCK_K):

@@ -5,7 +5,7 @@ of the layer's output. Five launches; counts stay on the device; nothing is perm
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -69,8 +69,8 @@ def _workspace(
     y = torch.empty((rows, hidden), dtype=y_dtype, device=device)
     if fmt == "plain":
         # three separate empties: arguments that an op writes must not alias
-        nothing = [torch.empty((0,), dtype=torch.uint8, device=device) for _ in range(3)]
-        return Workspace(*nothing[:2], h, torch.empty((rows, inter), dtype=dtype, device=device), nothing[2], y, tiles)
+        xq, xs, a_s = (torch.empty((0,), dtype=torch.uint8, device=device) for _ in range(3))
+        return Workspace(xq, xs, h, torch.empty((rows, inter), dtype=dtype, device=device), a_s, y, tiles)
     scheme = FORMATS[_SCHEMES[fmt][0]]
     width, scale = scheme.act_block[1], scheme.scale_dtype
     return Workspace(
@@ -85,9 +85,10 @@ def _workspace(
 
 
 def fused_moe_ref(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None = None, config2: list[int] | None = None,
+    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
+    b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
+    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
+    config13: list[int] | None = None, config2: list[int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Reference of `fused_moe`: fp32 everywhere between the quantizations, fp32 sum (reads the offsets on the host)."""
     from moe_ops.quant.activation import activation_ref
@@ -107,13 +108,10 @@ def fused_moe_ref(
     return combine_ref(y, inverse, weights, x.dtype)
 
 
-def fused_moe_into(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
-    out: torch.Tensor, ws: Workspace,
-) -> None:  # fmt: skip
-    """Launch the chain on given buffers; allocates nothing."""
+def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> None:
+    """Launch the chain on given buffers; allocates nothing. `args` are the op's, with the two configs or without them."""
+    x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments, act_kind, alpha, limit, up_offset, interleaved = args[:18]
+    config13, config2 = args[18:] if len(args) == 20 else (None, None)
     from moe_ops.quant.quantize import quantize_into
     from moe_ops.quant.silu_mul import silu_mul_into
     from moe_ops.quant.silu_mul_quantize import silu_mul_quantize_into
@@ -138,8 +136,8 @@ def fused_moe_into(
         if fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device)):
             tiles = ws.tiles[: list_size(rows, experts, 64)]
             grouped_act.make_tiles(offsets, rows, tiles)
-            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s, rule)  # type: ignore[arg-type]
-            grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y, config2)  # type: ignore[arg-type]
+            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s, rule)
+            grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y, config2)
             combine_into(y, inverse, weights, out)
             return
         grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h, config13)
@@ -148,25 +146,23 @@ def fused_moe_into(
     combine_into(y, inverse, weights, out)
 
 
-def _fused_moe_cuda(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None = None, config2: list[int] | None = None,
-) -> torch.Tensor:  # fmt: skip
+def _fused_moe_cuda(*args: Any) -> torch.Tensor:
+    """Arguments as `_fake`."""
+    x, w13, inverse, fmt, interleaved = args[0], args[1], args[10], args[11], args[17]
     tokens, top_k = inverse.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     experts, two_i, hidden = w13.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     fused = fuses_gemm1(tokens * top_k, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device))
     ws = _workspace(tokens, top_k, experts, hidden, two_i // 2, fmt, x.dtype, x.device, fused)
-    fused_moe_into(x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments,
-                   act_kind, alpha, limit, up_offset, interleaved, config13, config2, out, ws)  # fmt: skip
+    fused_moe_into(args, out, ws)
     return out
 
 
 def _fake(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None = None, config2: list[int] | None = None,
+    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
+    b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
+    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
+    config13: list[int] | None = None, config2: list[int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -174,29 +170,21 @@ def _fake(
 _op = register("fused_moe", cuda=_fused_moe_cuda, cpu=fused_moe_ref, fake=_fake)
 
 
-def _out_cuda(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
-    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
-) -> None:  # fmt: skip
-    fused_moe_into(x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments,
-                   act_kind, alpha, limit, up_offset, interleaved, config13, config2, out, Workspace(xq, xs, h, aq, a_s, y, tiles))  # fmt: skip
+def _out_cuda(*args: Any) -> None:
+    """Arguments as `_out_fake`."""
+    fused_moe_into(args[:20], args[20], Workspace(*args[21:]))
 
 
-def _out_cpu(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
-    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
-) -> None:  # fmt: skip
-    out.copy_(fused_moe_ref(x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments, act_kind, alpha, limit, up_offset, interleaved))
+def _out_cpu(*args: Any) -> None:
+    """Arguments as `_out_fake`."""
+    args[20].copy_(fused_moe_ref(*args[:18]))
 
 
 def _out_fake(
-    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None, b2: torch.Tensor | None,
-    weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
-    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool, config13: list[int] | None, config2: list[int] | None,
+    x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
+    b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
+    act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
+    config13: list[int] | None, config2: list[int] | None,
     out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
 ) -> None:  # fmt: skip
     return None
@@ -213,8 +201,9 @@ def layer_format(w: "QTensor | torch.Tensor") -> str:
 
 
 def _check(
-    x: torch.Tensor, w13: "QTensor | torch.Tensor", w2: "QTensor | torch.Tensor", routing: "Routing", b13: torch.Tensor | None, b2: torch.Tensor | None
-) -> str:
+    x: torch.Tensor, w13: "QTensor | torch.Tensor", w2: "QTensor | torch.Tensor", routing: "Routing", b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+) -> str:  # fmt: skip
     op = "fused_moe"
     checks.is_tensor(op, "x", x)
     checks.ndim(op, "x", x, (2,))
@@ -286,7 +275,8 @@ def fused_moe(
 
     Args:
         x: tokens (T, H), bf16, fp16 or fp32, last stride 1.
-        w13: gate and up weights (E, 2I, H), gate rows then up rows (or interleaved, when `act` says so): a QTensor with weight blocks, or x's 16-bit dtype.
+        w13: gate and up weights (E, 2I, H), gate rows then up rows (or interleaved, when `act` says so): a QTensor with weight blocks,
+            or x's 16-bit dtype.
             mxfp8 weights may be folded (`quant.fold.fold_weight`): the same values at the speed of fp8_block on Hopper.
         w2: down weights (E, H, I), in the same format.
         routing: a `Routing` of these T tokens over E local experts.

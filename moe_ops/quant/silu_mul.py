@@ -23,7 +23,8 @@ def silu_mul_ref(x: torch.Tensor, dtype: torch.dtype, act_kind: str, alpha: floa
 
 @triton.jit(do_not_specialize=["rows", "alpha", "lowest", "limit", "up_offset"])
 def _silu_mul_kernel(
-    x_ptr, filled_ptr, out_ptr, rows, alpha, lowest, limit, up_offset, K: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, filled_ptr, out_ptr, rows, alpha, lowest, limit, up_offset,
+    K: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program computes every num_programs-th tile of BLOCK_K columns of the filled rows; x is (rows, 2K), out (rows, K), contiguous."""
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -46,7 +47,7 @@ def _silu_mul_kernel(
 def silu_mul_into(
     x: torch.Tensor, out: torch.Tensor, filled: torch.Tensor, act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool
 ) -> None:
-    """Rows 0 .. filled of x (R, 2I) to out (R, I), both contiguous; `filled` is a one-element int32 tensor on the device. Allocates nothing on a GPU."""
+    """Rows 0 .. filled of x (R, 2I) to out (R, I), both contiguous; `filled` is one int32 on the device. Allocates nothing on a GPU."""
     rows, k = out.shape
     if not can_launch(_silu_mul_kernel, x.device):
         ready = min(max(int(filled), 0), rows)

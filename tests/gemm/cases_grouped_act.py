@@ -27,7 +27,8 @@ def _down():
 
     a, sa = torch.zeros((R, I), dtype=torch.uint8), torch.ones((R, I // 128))
     w, sw = torch.zeros((E, H, I), dtype=torch.uint8), torch.ones((E, H // 128, I // 128))
-    launch_hopper("grouped_gemm", a, sa, w, sw, None, torch.zeros((R, H), dtype=torch.bfloat16), None, torch.zeros(list_size(R, E, 64), dtype=torch.int32), None, 1, R)
+    out, tiles = torch.zeros((R, H), dtype=torch.bfloat16), torch.zeros(list_size(R, E, 64), dtype=torch.int32)
+    launch_hopper("grouped_gemm", a, sa, w, sw, None, out, None, tiles, None, 1, R)
 
 
 COMPILE_CASES = [

@@ -114,7 +114,8 @@ def test_out_of_range_offsets_and_order_stay_inside(device):
     a, sa, w, sw = operands("fp8_block", (4,), 3, 64, 128, device)
     for offsets in ([0, 10**6, -5, 8], [-(2**31), 2**31 - 1, 0, 3], [5, 4, 3, 2]):
         order = torch.tensor([-7, 2**31 - 1, 3, 0, 1, 2, 9, 8], dtype=torch.int32, device=device)
-        out = _grouped_gemm_triton(a, sa, w, sw, None, torch.tensor(offsets, dtype=torch.int32, device=device), order, 2, "fp8_block", 1, torch.float32)
+        given = torch.tensor(offsets, dtype=torch.int32, device=device)
+        out = _grouped_gemm_triton(a, sa, w, sw, None, given, order, 2, "fp8_block", 1, torch.float32)
         assert out.shape == (8, 64)
 
 

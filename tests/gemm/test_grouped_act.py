@@ -129,9 +129,8 @@ def test_same_bits_every_run(device):
     results = []
     for _ in range(5):
         bits, scale = torch.empty(1200, 256, dtype=torch.uint8, device=device), torch.empty(1200, 2, device=device)
-        grouped_act_into(
-            x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None, tiles, routing.order, 4, "silu", 1.0, math.inf, 0.0, bits, scale
-        )
+        args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None, tiles, routing.order)
+        grouped_act_into(*args, 4, "silu", 1.0, math.inf, 0.0, bits, scale)
         results.append((bits, scale))
     assert all(torch.equal(a, b) for r in results for a, b in zip(r, results[0], strict=True))
 

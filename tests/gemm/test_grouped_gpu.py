@@ -22,7 +22,8 @@ def random_weight(fmt, e, n, k, segments=1) -> QTensor:
 
 
 def ref_of(q, w, offsets):
-    return grouped_gemm_ref(q.data.view(torch.uint8), q.scale, w.data.view(torch.uint8), w.scale, None, offsets, None, 1, w.format.name, w.segments, torch.float32)
+    operands = (q.data.view(torch.uint8), q.scale, w.data.view(torch.uint8), w.scale)
+    return grouped_gemm_ref(*operands, None, offsets, None, 1, w.format.name, w.segments, torch.float32)
 
 
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])

@@ -45,7 +45,7 @@ def kernels(x, w13, w2, routing, fmt, **kw):
     """The chain of launches on its own buffers: on a GPU, or in the interpreter."""
     out = torch.empty_like(x)
     ws = make_workspace(x.shape[0], routing.top_k, w13, x.dtype)
-    fused_moe_into(*op_args(x, w13, w2, routing, fmt, **kw), None, None, out, ws)
+    fused_moe_into(op_args(x, w13, w2, routing, fmt, **kw), out, ws)
     return out
 
 
@@ -82,7 +82,9 @@ def test_chain_matches_reference(device, fmt, pattern):
     assert (out[empty] == 0).all()  # tokens without rows are exactly 0
 
 
-@pytest.mark.parametrize("act", [Activation.gelu_tanh(), Activation.gpt_oss(interleaved=True), Activation.clamped(1.5)], ids=["gelu", "gpt-oss", "clamped"])
+@pytest.mark.parametrize(
+    "act", [Activation.gelu_tanh(), Activation.gpt_oss(interleaved=True), Activation.clamped(1.5)], ids=["gelu", "gpt-oss", "clamped"]
+)
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "plain"])
 def test_activations_and_biases(device, fmt, act):
     t, e, k, h, i = 5, 3, 2, 128, 128

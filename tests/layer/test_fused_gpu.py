@@ -121,7 +121,7 @@ def test_first_call_under_capture_is_one_error_and_the_process_goes_on():
 @pytest.mark.slow
 def test_addr_more_than_int32_elements_in_gemm1s_output():
     """ADDR: T * k * 2I beyond 2^31; the last tokens equal a call of their own within the bound."""
-    t, e, k, h, i = 400_000, 4, 1, 256, 2816
+    t, e, h, i = 400_000, 4, 256, 2816
     w13, w2 = weights("fp8_block", e, h, i)
     x = torch.randn(t, h, device="cuda").to(torch.bfloat16)
     ids = (torch.arange(t, device="cuda") % e).to(torch.int32)[:, None]
