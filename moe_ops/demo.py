@@ -161,7 +161,7 @@ def run_layer(shape: Model, fmt: str, token_counts: Sequence[int]) -> list[Layer
         options = {"score": o.score, "n_group": o.n_group, "topk_group": o.topk_group, "renormalize": o.renormalize, "local": layer.local}
         counts = route(layer.router_logits(x), o.top_k, bias=layer.gate.e_score_correction_bias, **options).counts
         routed, active = int(counts.sum()), int((counts > 0).sum())
-        w13, w2 = layer.weights()
+        w13, w2 = layer.ready()
         nbytes = active / shape.local_experts * (w13.nbytes + w2.nbytes) + 2 * x.numel() * x.element_size()
         flops = 6.0 * routed * shape.hidden * shape.intermediate
         limit = roof.limit(nbytes, flops, memory="read") * 1e6

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ops.core.formats import E4M3, FP8_BLOCK, Format, QTensor, as_bytes, as_e4m3
+from moe_ops.core.formats import E4M3, FP8_BLOCK, MXFP8, Format, QTensor, as_bytes, as_e4m3
 from moe_ops.core.numerics import decode_e8m0
+from moe_ops.layer.folding import capturing, fold_pair, state_of
 from moe_ops.layer.load import ExpertWeights, Weight
 
 
@@ -73,6 +74,9 @@ class Experts(Exact):
         super().__init__()
         self.format: Format | None = None
         self.rules = ("unknown", "unknown")
+        self.fold = True
+        self._folded: tuple[QTensor, QTensor] | None = None
+        self._folded_from: tuple[object, ...] = ()
         w13, w2 = weights.w13, weights.w2
         if isinstance(w13, QTensor) and isinstance(w2, QTensor):
             self.format, self.rules = w13.format, (w13.rule, w2.rule)
@@ -97,6 +101,40 @@ class Experts(Exact):
         segments = 2 if f is FP8_BLOCK else 1
         w13 = QTensor(self.gate_up_proj, self.gate_up_proj_scale_inv, f, f.weight_block, "row_major", self.rules[0], segments)
         return w13, QTensor(self.down_proj, self.down_proj_scale_inv, f, f.weight_block, "row_major", self.rules[1])
+
+    def ready(self) -> tuple[Weight, Weight]:
+        """(w13, w2) as the kernels read them: the folded copies where `prepare_weights` made some, else the stored weights."""
+        return self.weights() if self._folded is None else self._folded
+
+    def prepare_weights(self) -> None:
+        """Fold mxfp8 weights on Hopper, once and after every change of the weights; reads the device only then.
+
+        Under capture nothing is read: copies that are out of date are dropped, and the stored weights run.
+        """
+        if self.format is not MXFP8:
+            return
+        state = (self.fold, *state_of(self.gate_up_proj, self.gate_up_proj_scale_inv, self.down_proj, self.down_proj_scale_inv))
+        if state == self._folded_from:
+            return
+        if capturing():
+            self._folded = None
+            return
+        pair = fold_pair(*self.weights()) if self.fold else None
+        old = self._folded
+        if pair is not None and old is not None and pair[0].device == old[0].device and pair[0].shape == old[0].shape:
+            for new, kept in zip(pair, old, strict=True):  # captured graphs read there
+                kept.data.view(torch.uint8).copy_(new.data.view(torch.uint8))
+                kept.scale.copy_(new.scale)
+            pair = old
+        self._folded, self._folded_from = pair, state
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Experts":
+        self._folded, self._folded_from = None, ()
+        super()._apply(fn, recurse)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_folded": None, "_folded_from": ()}
 
 
 class Gate(Exact):

@@ -1,7 +1,7 @@
 """`MoELayer`: router, experts and an optional shared expert as one module, in bf16 or quantized.
 
-forward: logits = hidden @ gate^T (fp32) -> route -> fused_moe (+ shared expert). On CUDA every step is a kernel of this library: one for
-the logits, two for the routing, five for the experts.
+forward: logits = hidden @ gate^T (fp32) -> route -> fused_moe (+ shared expert). On CUDA, with the router in hidden's 16-bit dtype, every
+step is a kernel of this library: one for the logits, two for the routing, five for the experts. A router in fp32 goes through torch.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from moe_ops.core import checks
 from moe_ops.core.formats import Format, QTensor
 from moe_ops.gemm.grouped import grouped_gemm
+from moe_ops.layer.folding import prepare_at
 from moe_ops.layer.from_checkpoint import read_layer
 from moe_ops.layer.fused import Workspace, fused_moe, make_workspace
 from moe_ops.layer.holders import Experts, Gate
@@ -234,6 +235,10 @@ class MoELayer(Experts):
         checks.no_grad(op, hidden=hidden, **{"gate.weight": self.gate.weight})
         if hidden.dim() == 0 or hidden.shape[-1] != self.gate.weight.shape[1]:
             raise ValueError(f"{op}: hidden must have H = {self.gate.weight.shape[1]} columns, got shape {tuple(hidden.shape)}")
+        if torch.compiler.is_compiling():
+            prepare_at(id(self))
+        else:
+            self.prepare()
         x = hidden.view(-1, hidden.shape[-1])
         flat = None
         if out is not None:
@@ -253,7 +258,7 @@ class MoELayer(Experts):
             num_valid=num_valid,
             local=self.local,
         )
-        w13, w2 = self.weights()
+        w13, w2 = self.ready()
         b13, b2 = self.gate_up_proj_bias, self.down_proj_bias
         y = fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=self.act, out=flat, workspace=workspace, impl=impl)
         if self.shared_expert is not None:
@@ -272,25 +277,33 @@ class MoELayer(Experts):
             weights = torch.ones((x.shape[0], 1), dtype=torch.float32, device=x.device)
         else:
             weights = torch.sigmoid(_linear(x, self.shared_expert_gate, num_valid, self._all_rows))
-        w13, w2 = self.shared_expert.weights()
+        w13, w2 = self.shared_expert.ready()
         return fused_moe(x, w13, w2, Routing.from_topk(ids, weights, 1, num_valid=num_valid), act=self.act, impl=impl)
 
     # ---- getting it ready
 
     def prepare(self) -> "MoELayer":
-        """Make what is derived from the weights; idempotent, never saved, and not needed before `forward`.
+        """Make what is derived from the weights; idempotent, never saved, and done by the first `forward` too.
 
-        Nothing is folded or copied today: the kernels read the stored layout. Callers that prepare layers need not change when that does.
+        On Hopper, mxfp8 weights whose H and I are multiples of 128 are folded (`moe_ops.quant.fold`): a second copy of the experts, read
+        instead of the stored ones. `layer.fold = False` trades the speed for that memory. Copies are remade after the weights changed, by the
+        next `forward` or `prepare` outside of a capture, in the memory they had. Reads the device when it makes or remakes them.
         """
+        self.prepare_weights()
+        if self.shared_expert is not None:
+            self.shared_expert.fold = self.fold
+            self.shared_expert.prepare_weights()
         return self
 
     def make_workspace(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Workspace:
-        """Buffers for `forward(.., out=, workspace=)` with up to `tokens` tokens."""
-        return make_workspace(tokens, self.routing.top_k, self.weights()[0], dtype)
+        """Buffers for `forward(.., out=, workspace=)` with up to `tokens` tokens; they fit the prepared layer, so it is prepared here."""
+        return make_workspace(tokens, self.routing.top_k, self.prepare().ready()[0], dtype)
 
     def warmup_call(self, tokens: int) -> None:
         """One call with `tokens` zero tokens, with and without `num_valid`; what `moe_ops.warmup` runs."""
-        dtype = self.gate.weight.dtype if self.format is not None else self.gate_up_proj.dtype
+        dtype = self.gate_up_proj.dtype if self.format is None else self.gate.weight.dtype
+        if dtype == torch.float32:  # a router kept in fp32 says nothing about the activations
+            dtype = torch.bfloat16
         hidden = torch.zeros((tokens, self.gate.weight.shape[1]), dtype=dtype, device=self.gate.weight.device)
         self(hidden)
         self(hidden, num_valid=torch.full((1,), tokens, dtype=torch.int32, device=hidden.device))
