@@ -187,7 +187,8 @@ def make_qtensor(
         fused = scale_shape(tuple(data.shape), block, 1)
         hint = ""
         if segments == 2 and tuple(scale.shape) == fused:
-            hint = f"; it belongs to one fused matrix, whose blocks mix gate and up rows where I % {block[0]} != 0: quantize gate and up apart"
+            hint = "; this is the scale of one fused matrix, whose blocks mix gate and up rows"
+            hint += f" where I % {block[0]} != 0: quantize gate and up apart"
         got = tuple(scale.shape)
         raise ValueError(f"make_qtensor: scale must have shape {expected} for data {tuple(data.shape)} in blocks {block}, got {got}{hint}")
     if data.device != scale.device:

@@ -25,6 +25,7 @@ __all__ = ["Workspace", "fused_moe", "make_workspace"]
 
 _X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IMPLS = ("triton", "torch")
+_SILU = Activation()
 #: Format of the op -> (how kernels read operands, rule that quantizes the activations).
 _SCHEMES = {"fp8_block": ("fp8_block", "fp32"), "mxfp8": ("mxfp8", "rceil"), "mxfp8_folded": ("fp8_block", "folded"), "plain": ("plain", "")}
 #: Rows an expert, on average, from which on GEMM1 is fused with what follows it.
@@ -302,7 +303,7 @@ def fused_moe(
     op = "fused_moe"
     fmt = _check(x, w13, w2, routing, b13, b2)
     if act is None:
-        act = Activation()
+        act = _SILU
     if impl is not None:
         checks.one_of(op, "impl", impl, IMPLS)
         if impl == "triton" and not x.is_cuda:

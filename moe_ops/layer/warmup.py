@@ -1,22 +1,21 @@
 """Compile and select everything before it is needed: under CUDA graph capture, and after `freeze()`, nothing may compile."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from moe_ops.core import checks
+from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor
 from moe_ops.quant.activation import Activation
 
 __all__ = ["warmup"]
 
-#: Token counts that reach every config the heuristics choose between, for few and for many experts.
-DEFAULT_TOKENS = (1, 16, 64, 256, 1024, 4096)
-
 
 def warmup(
     target: "torch.nn.Module | tuple[QTensor | torch.Tensor, QTensor | torch.Tensor]",
-    tokens: Iterable[int] = DEFAULT_TOKENS,
+    max_tokens: int = 4096,
     *,
     top_k: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -24,35 +23,76 @@ def warmup(
     b2: torch.Tensor | None = None,
     act: Activation | None = None,
 ) -> None:
-    """Run a layer once for each token count, so that later calls of these sizes compile nothing.
+    """Run a layer at each token count where a heuristic changes its mind, so that calls of 1 .. max_tokens tokens compile nothing.
 
     Args:
         target: a module that is or holds `MoELayer`s; or the weights (w13, w2) that `fused_moe` will get.
-        tokens: token counts to prepare; a model's decode batch sizes and its longest prefill.
+        max_tokens: most tokens of a call; a model's longest prefill.
         top_k: experts per token; needed for a pair of weights.
-        dtype: dtype of the tokens.
+        dtype: dtype of the tokens, for a pair of weights.
         b13: as in `fused_moe`, for a pair of weights.
         b2: as in `fused_moe`, for a pair of weights.
         act: as in `fused_moe`, for a pair of weights.
 
     Raises:
-        ValueError: a pair of weights without top_k, or a module that holds no MoELayer.
+        ValueError: a pair of weights without top_k, a module that holds no MoELayer, or max_tokens below 1.
     """
-    calls: list[Any] = []
+    checks.int_range("warmup", "max_tokens", max_tokens, 1, 2**24)
     with torch.no_grad():
         if isinstance(target, tuple):
             if top_k is None:
                 raise ValueError("warmup: top_k is needed for a pair of weights")
             w13, w2 = target
-            calls.append(lambda t: _run_weights(t, w13, w2, top_k, dtype, b13, b2, act))
-        else:
-            layers = [m for m in target.modules() if hasattr(m, "warmup_call")]
-            if not layers:
-                raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer")
-            calls.extend(m.warmup_call for m in layers)
-        for count in tokens:
-            for call in calls:
-                call(count)
+            for tokens in representatives(w13, top_k, max_tokens):
+                _run_weights(tokens, w13, w2, top_k, dtype, b13, b2, act)
+            return
+        layers: list[Any] = [m for m in target.modules() if hasattr(m, "warmup_call")]
+        if not layers:
+            raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer")
+        for layer in layers:
+            for tokens in representatives(layer.weights()[0], layer.routing.top_k, max_tokens):
+                layer.warmup_call(tokens)
+
+
+def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) -> list[int]:
+    """Token counts that together reach every kernel variant which calls of 1 .. max_tokens tokens can reach.
+
+    The two GEMMs' choices are asked for every count; the other ops change at a few thresholds, which four counts an octave step over.
+    """
+    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic
+    from moe_ops.layer.fused import fuses_gemm1, layer_format
+
+    experts, two_i, hidden = w13.shape
+    arch, fmt = arch_of(w13.device), layer_format(w13)
+    scheme = "fp8_block" if fmt == "mxfp8_folded" else fmt
+
+    def choice(tokens: int) -> tuple[Any, ...]:
+        rows = tokens * top_k
+        first, second = (GroupedGemmProblem(rows, experts, n, k, scheme) for n, k in ((two_i, hidden), (hidden, two_i // 2)))
+        fused = fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, False, arch)
+        return (heuristic(first, arch), heuristic(second, arch), fused)
+
+    return sorted({*_changes(choice, max_tokens), *_grid(max_tokens)})
+
+
+def _grid(most: int) -> list[int]:
+    """1 .. most, four an octave, and both sides of each power of two."""
+    counts = {1, most}
+    step = 1.0
+    while step < most:
+        counts |= {int(step), int(step) + 1} if step == int(step) else {int(step)}
+        step *= 2**0.25
+        if abs(step - round(step)) < 1e-6:
+            step = float(round(step))
+    return sorted(c for c in counts if 1 <= c <= most)
+
+
+def _changes(choice: Callable[[int], Any], most: int) -> list[int]:
+    """The first count of each different choice; beyond 64k counts, where nothing changes any more, every 64th is asked."""
+    found: dict[Any, int] = {}
+    for tokens in (*range(1, min(most, 65536) + 1), *range(65536, most + 1, 64)):
+        found.setdefault(choice(tokens), tokens)
+    return list(found.values())
 
 
 def _run_weights(

@@ -37,7 +37,7 @@ class Activation:
             raise ValueError(f"Activation: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"Activation: limit must be positive or None, got {self.limit!r}")
-        if not (math.isfinite(self.alpha) and self.alpha > 0 and math.isfinite(self.up_offset)):
+        if not (0 < self.alpha < math.inf and -math.inf < self.up_offset < math.inf):  # torch 2.11 cannot trace math.isfinite
             raise ValueError(f"Activation: alpha must be positive and up_offset finite, got alpha={self.alpha!r}, up_offset={self.up_offset!r}")
         if self.kind == "gelu_tanh" and self.alpha != 1.0:
             raise ValueError(f"Activation: alpha belongs to kind 'silu', got alpha={self.alpha!r} with kind 'gelu_tanh'")

@@ -240,9 +240,10 @@ def pad_routing(routing: Routing, *, block: int | None = None, capacity: int | N
     spacing = capacity if block is None else block
     checks.int_range(op, "capacity" if masked else "block", spacing, 1, MAX_PAIRS if masked else 65536)
     assert spacing is not None
-    rows = padded_rows(routing.order.shape[0], routing.num_local_experts, spacing, masked)
-    if rows > MAX_PAIRS:
-        raise ValueError(f"{op}: the padded form would have {rows} rows, more than {MAX_PAIRS}")
+    if not torch.compiler.is_compiling():  # torch 2.11 cannot trace sym_min
+        rows = padded_rows(routing.order.shape[0], routing.num_local_experts, spacing, masked)
+        if rows > MAX_PAIRS:
+            raise ValueError(f"{op}: the padded form would have {rows} rows, more than {MAX_PAIRS}")
     order, experts, row_weights, counts, offsets, inverse = _routing_pad(
         routing.order, routing.counts, routing.offsets, routing.inverse, routing.weights, spacing, masked
     )

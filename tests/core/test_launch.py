@@ -82,6 +82,7 @@ def test_under_capture_a_compile_is_an_error_and_the_stream_stays_usable():
             launch.launch("fill", never_compiled_kernel, (1,), x, BLOCK=64)
     torch.cuda.synchronize()
     launch.launch("fill", never_compiled_kernel, (1,), x, BLOCK=64)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch.launch("fill", never_compiled_kernel, (1,), x, BLOCK=64)
     x.zero_()

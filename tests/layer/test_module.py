@@ -325,7 +325,7 @@ def test_GRAPH_captured_once_and_replayed(format, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens_", [1, 64])
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
-def test_eight_launches_all_ours(format, tokens_, device):
+def test_eight_launches_all_ours(format, tokens_, device, unpoisoned):
     layer, x = make(format, device, score="sigmoid", correction_bias=torch.zeros(E, device=device)), tokens(tokens_, device)
     layer(x)
     torch.cuda.synchronize()

@@ -43,11 +43,19 @@ def steps(bits):
 
 
 def compare(mode, got, wanted, rows, blocks):
-    """Scales within 2 ulp (a byte may move only with its whole block), data within one step in at most 1 of 10^4 elements."""
+    """Scales within 2 ulp (a byte may move only with its whole block), data within one step in at most 1 of 10^4 elements.
+
+    One scale in a thousand may be 3 ulp off: two exponentials within 1 ulp of the truth can round 1 + e apart, and the following
+    product and division can carry that single step to a mantissa where it counts double.
+    """
     fmt, _, layout = mode
     s, t = (unpack_ref(v[1].cpu(), layout, rows, blocks, fmt) for v in (got, wanted))
     if t.dtype == torch.float32:
-        assert ((s.view(torch.int32) - t.view(torch.int32)).abs() <= 2).all() or mode[1] == "pow2" and torch.equal(s, t)
+        ulp = (s.view(torch.int32) - t.view(torch.int32)).abs()
+        if mode[1] == "pow2":
+            assert not ulp.any()
+        else:
+            assert ulp.max() <= 3 and (ulp > 2).sum() <= ulp.numel() / 1000
     else:
         assert torch.equal(s, t)
     off = (steps(got[0].cpu()) - steps(wanted[0])).abs()

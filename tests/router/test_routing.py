@@ -164,7 +164,7 @@ def test_every_number_of_experts_for_every_batch_size(experts):
         for top_k in {min(experts, 8), min(experts, 22)}:
             logits = logits_of(tokens, experts, "cuda", experts)
             routing = route(logits, top_k, score="sigmoid", renormalize=True)
-            ids = logits.sigmoid().sort(-1, descending=True, stable=True).indices[:, :top_k].int()
+            ids = logits.sigmoid().sort(dim=-1, descending=True, stable=True).indices[:, :top_k].int()
             assert torch.equal(routing.ids, ids)
             assert torch.equal(routing.counts, torch.bincount(ids.flatten(), minlength=experts).int())
             placed = routing.order.long()
