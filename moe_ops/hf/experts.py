@@ -1,10 +1,9 @@
 """The experts implementation "moe_ops": one function for prefill and decode, bf16 and quantized, registered in both of Transformers' tables.
 
-What a module needs once (its activation, its format, rearranged copies) is a plan kept in `module._moe_ops`, beside the parameters and
+What a module needs once (its activation, its format, rearranged or folded copies) is a plan kept in `module._moe_ops`, beside the parameters and
 never in the state dict. The weights themselves are read from the module at every call.
 """
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ops.core.formats import E4M3, FORMATS, FP8_BLOCK, Format, QTensor, as_bytes, make_qtensor
+from moe_ops.core.formats import E4M3, FORMATS, FP8_BLOCK, MXFP8, Format, QTensor, as_bytes, get_format, make_qtensor
 from moe_ops.core.numerics import decode_e8m0
 from moe_ops.hf.gate import activation_of
+from moe_ops.layer.folding import capturing, fold_pair, object_at, state_of
 from moe_ops.layer.fused import fused_moe
 from moe_ops.layer.load import canonical_b13, canonical_w13
 from moe_ops.quant.activation import Activation
@@ -25,6 +25,10 @@ NAME = "moe_ops"
 _PLAN = "_moe_ops"
 #: Set on a module whose weights quantize_model_ stored in our order, whatever layout its class declares.
 CANONICAL = "_moe_ops_canonical"
+#: Name of the format of a module whose weights were stored folded, so that its block size does not tell.
+FOLDED_FORMAT = "_moe_ops_format"
+#: False on a module that shall not fold its mxfp8 weights on Hopper, which saves a second copy of them.
+FOLD = "_moe_ops_fold"
 
 _16BIT = (torch.bfloat16, torch.float16)
 _FORMAT_OF_BLOCK = {f.weight_block: f for f in FORMATS.values()}
@@ -64,15 +68,17 @@ class Plan:
     Attributes:
         act: its activation, in the order of the weights that are used.
         format: of its weights; None for 16 bit.
+        block: (rows, columns) of one scale of the weights that are used.
         names: parameters that `derived` was made from.
         key: identifies the state of those parameters.
-        w13, w2, b13, s13, s2: what replaces the parameter of that role, or None: rearranged copies of weights in another layout, scales in
-            the dtype the kernels read.
+        w13, w2, b13, s13, s2: what replaces the parameter of that role, or None: rearranged copies of weights in another layout, folded copies
+            (`moe_ops.quant.fold`), scales in the dtype the kernels read.
         owned: those of them that are copies, not views of a parameter.
     """
 
     act: Activation
     format: Format | None
+    block: tuple[int, int] = (1, 1)
     names: tuple[str, ...] = ()
     key: tuple[Any, ...] = ()
     w13: torch.Tensor | None = None
@@ -90,17 +96,22 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def prepare_model(model: nn.Module) -> int:
+def prepare_model(model: nn.Module, *, fold: bool = True) -> int:
     """Make or refresh the plan of every experts module now, instead of at its first call; returns their number.
 
-    A first call does the same, so this is needed only to fail early, and after weights of a compiled or captured model changed in place:
-    rearranged copies (gpt-oss in bf16) are refreshed where they lie.
+    A first call does the same, so this is needed only to fail early, to say `fold=False`, and after weights of a compiled or captured model
+    changed in place: rearranged and folded copies are refreshed where they lie.
+
+    Args:
+        model: a model of Transformers.
+        fold: whether mxfp8 experts on Hopper may be folded, which is faster and keeps a second copy of those that Transformers loaded itself.
 
     Raises:
         ValueError: a module that cannot run through moe_ops; the text says why.
     """
     count = 0
     for _, module in experts_modules(model):
+        setattr(module, FOLD, fold)
         prepare(module)
         count += 1
     return count
@@ -143,8 +154,8 @@ def run(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top
         f = plan.format
         s13 = plan.s13 if plan.s13 is not None else module.gate_up_proj_scale_inv
         s2 = plan.s2 if plan.s2 is not None else module.down_proj_scale_inv
-        w13 = QTensor(w13, s13, f, f.weight_block, "row_major", "unknown", 2 if f is FP8_BLOCK else 1)
-        w2 = QTensor(w2, s2, f, f.weight_block, "row_major", "unknown", 1)
+        w13 = QTensor(w13, s13, f, plan.block, "row_major", "unknown", 2 if plan.block[0] > 1 else 1)
+        w2 = QTensor(w2, s2, f, plan.block, "row_major", "unknown", 1)
     x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     routing = Routing.from_topk(top_k_index, top_k_weights, w13.shape[0])
     return fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=plan.act, impl=impl).view(hidden_states.shape)
@@ -152,11 +163,8 @@ def run(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top
 
 @torch.compiler.assume_constant_result
 def _prepare_at(address: int) -> int:
-    """`prepare` while torch.compile traces: it runs at trace time, on the real module.
-
-    Dynamo hands constants to such a function, and before torch 2.13 a module is none; its id is, and the caller keeps it alive.
-    """
-    prepare(ctypes.cast(address, ctypes.py_object).value)
+    """`prepare` while torch.compile traces: it runs at trace time, on the real module."""
+    prepare(object_at(address))
     return 0
 
 
@@ -168,12 +176,14 @@ def prepare(module: Any) -> None:
     """
     plan = module.__dict__.get(_PLAN)
     if plan is None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if capturing():
             raise RuntimeError(f"moe_ops: {type(module).__name__} was never run before capture: call the model or moe_ops.hf.prepare_model first")
         plan = module.__dict__[_PLAN] = _make_plan(module)
     if plan.names:
-        key = _key(module, plan.names)
+        key = (getattr(module, FOLD, True), *state_of(*(getattr(module, n) for n in plan.names)))
         if key != plan.key:
+            if capturing():
+                raise RuntimeError(f"moe_ops: weights of {type(module).__name__} changed since its last call: call moe_ops.hf.prepare_model first")
             _derive(module, plan)
             plan.key = key
 
@@ -181,11 +191,6 @@ def prepare(module: Any) -> None:
 def forget(module: Any) -> None:
     """Drop the plan, because the module's layout or format changed."""
     module.__dict__.pop(_PLAN, None)
-
-
-def _key(module: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    tensors = [getattr(module, n) for n in names]
-    return tuple((t.data_ptr(), -1 if t.is_inference() else t._version, t.device) for t in tensors)
 
 
 def _refuse_grad(module: Any, hidden_states: torch.Tensor) -> None:
@@ -223,12 +228,19 @@ def _make_plan(module: Any) -> Plan:
         return plan
     if rearranged:
         raise ValueError(f"moe_ops: {owner} is quantized in a transposed or interleaved layout, whose scale blocks run along the wrong dimension")
-    for name, segments in (("gate_up_proj", 2 if plan.format is FP8_BLOCK else 1), ("down_proj", 1)):
+    folded = hasattr(module, FOLDED_FORMAT)
+    plan.block = (128, 128) if folded else plan.format.weight_block
+    for name, segments in (("gate_up_proj", 2 if plan.block[0] > 1 else 1), ("down_proj", 1)):
         scale = getattr(module, f"{name}_scale_inv")
-        _check_scale(owner, name, getattr(module, name), scale, plan.format, segments)
-        if scale.dtype != plan.format.scale_dtype:
-            plan.names = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
+        _check_scale(owner, name, getattr(module, name), scale, FP8_BLOCK if folded else plan.format, segments)
+        if scale.dtype != plan.format.scale_dtype and not folded:
+            plan.names = _QUANTIZED_NAMES
+    if plan.format is MXFP8 and not folded:
+        plan.names = _QUANTIZED_NAMES
     return plan
+
+
+_QUANTIZED_NAMES = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
 
 
 def _parameters(module: Any, owner: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,6 +259,8 @@ def _parameters(module: Any, owner: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _format_of(module: Any, w13: torch.Tensor, owner: str) -> Format | None:
     scale = getattr(module, "gate_up_proj_scale_inv", None)
     if w13.dtype == E4M3:
+        if scale is not None and hasattr(module, FOLDED_FORMAT):
+            return get_format(getattr(module, FOLDED_FORMAT))
         block = getattr(module, "block_size", None)
         fmt = _FORMAT_OF_BLOCK.get(tuple(block)) if block is not None else None
         if fmt is None or scale is None:
@@ -285,7 +299,7 @@ def _put(plan: Plan, role: str, new: torch.Tensor, source: torch.Tensor) -> None
     if new.data_ptr() == source.data_ptr():
         plan.owned.discard(role)
     elif role in plan.owned and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device):
-        old.copy_(new)
+        as_bytes(old).copy_(as_bytes(new))
         return
     else:
         plan.owned.add(role)
@@ -295,8 +309,26 @@ def _put(plan: Plan, role: str, new: torch.Tensor, source: torch.Tensor) -> None
 @torch.no_grad()
 def _derive(module: Any, plan: Plan) -> None:
     if plan.format is not None:
-        for role, scale in (("s13", module.gate_up_proj_scale_inv), ("s2", module.down_proj_scale_inv)):
-            _put(plan, role, _scale(scale, plan.format), scale)
+        stored = {n: getattr(module, n) for n in _QUANTIZED_NAMES}
+        s13, s2 = (_scale(stored[f"{n}_scale_inv"], plan.format) for n in ("gate_up_proj", "down_proj"))
+        pair = None
+        if plan.format is MXFP8 and getattr(module, FOLD, True):
+            block = MXFP8.weight_block
+            pair = fold_pair(QTensor(stored["gate_up_proj"].detach(), s13, MXFP8, block), QTensor(stored["down_proj"].detach(), s2, MXFP8, block))
+        plan.block = plan.format.weight_block if pair is None else pair[0].block
+        if pair is None:
+            plan.w13 = plan.w2 = None
+            plan.owned -= {"w13", "w2"}
+            if stored["gate_up_proj_scale_inv"].dtype == stored["down_proj_scale_inv"].dtype == plan.format.scale_dtype:
+                plan.s13 = plan.s2 = None  # the parameters are read as they are
+                plan.owned -= {"s13", "s2"}
+                return
+        else:
+            s13, s2 = (q.scale for q in pair)
+            _put(plan, "w13", pair[0].data, stored["gate_up_proj"])
+            _put(plan, "w2", pair[1].data, stored["down_proj"])
+        _put(plan, "s13", s13, stored["gate_up_proj_scale_inv"])
+        _put(plan, "s2", s2, stored["down_proj_scale_inv"])
         return
     w13, w2 = module.gate_up_proj.detach(), module.down_proj.detach()
     transposed, interleaved = bool(module.is_transposed), not module.is_concatenated

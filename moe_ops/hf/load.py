@@ -27,6 +27,7 @@ def load_quantized(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     model_class: Any = None,
+    fold: bool = True,
 ) -> Any:
     """Build the model of a checkpoint folder and load it, experts in the format they are stored in.
 
@@ -36,6 +37,7 @@ def load_quantized(
         dtype: of everything but quantized experts.
         device: where the model goes, tensor by tensor; None is the CPU.
         model_class: class with `from_config`; None takes AutoModelForCausalLM.
+        fold: as in `quantize_model_`.
 
     Returns:
         The model in eval mode, without gradients, with experts implementation "moe_ops".
@@ -81,7 +83,7 @@ def load_quantized(
         )
         if not isinstance(weights.w13, QTensor) and format is None and weights.w13.dtype != dtype:
             raise ValueError(f"load_quantized: {name} is stored in {weights.w13.dtype}, but dtype={dtype} was asked for")
-        install(module, in_format(weights, format, name))
+        install(module, in_format(weights, format, name), fold)
     _load_rest(model, view, dialect, tuple(f"{n}." for n in modules), dtype, device)
     model.to(device)
     model.requires_grad_(False)

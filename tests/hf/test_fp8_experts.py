@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from moe_ops import dequantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, random_topk, relative_error
-from moe_ops.hf import register
+from moe_ops.hf import prepare_model, register
 from moe_ops.hf.experts import run
 
 transformers = pytest.importorskip("transformers")
@@ -24,21 +24,21 @@ def registered():
     torch._dynamo.reset()
 
 
-def inputs(device="cpu", t=T):
-    x = torch.randn(t, H, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
+def inputs(device="cpu", t=T, hidden=H):
+    x = torch.randn(t, hidden, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
     ids, weights = random_topk(t, E, K, seed=3)
     return x, ids.long().to(device), weights.to(device)
 
 
-def fp8_experts(fmt, scale_dtype=None, device="cpu", inter=INTER):
+def fp8_experts(fmt, scale_dtype=None, device="cpu", inter=INTER, hidden=H):
     """FP8Experts as the loader leaves them, and the same weights in fp32."""
     cls = use_experts_implementation(FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
-    config = transformers.Qwen3MoeConfig(hidden_size=H, num_experts=E, moe_intermediate_size=inter, num_experts_per_tok=K)
+    config = transformers.Qwen3MoeConfig(hidden_size=hidden, num_experts=E, moe_intermediate_size=inter, num_experts_per_tok=K)
     config._experts_implementation = "moe_ops"
     block = (128, 128) if fmt == "fp8_block" else (1, 32)
     module = cls(config, block_size=block)
     g = torch.Generator().manual_seed(1)
-    w13, w2 = (torch.randn(E, n, k, generator=g) * 0.1 for n, k in ((2 * inter, H), (H, inter)))
+    w13, w2 = (torch.randn(E, n, k, generator=g) * 0.1 for n, k in ((2 * inter, hidden), (hidden, inter)))
     rule = "pow2" if fmt == "fp8_block" and scale_dtype is not None else None
     q13, q2 = quantize_weight(w13, fmt, segments=2 if fmt == "fp8_block" else 1, rule=rule), quantize_weight(w2, fmt, rule=rule)
     for name, q in (("gate_up_proj", q13), ("down_proj", q2)):
@@ -94,6 +94,29 @@ def test_SCALE_bytes_pass_untouched(device):
     w2 = module.down_proj.float() * decode_e8m0(scale).repeat_interleave(32, -1)
     assert relative_error(module(*args), by_hand(w13, w2, *args)) < 5e-2
     assert torch.equal(module.down_proj_scale_inv.view(torch.uint8), scale)
+
+
+@pytest.mark.parametrize("scale_dtype", [None, torch.float8_e8m0fnu])
+def test_folded_copies_on_hopper(scale_dtype, monkeypatch):
+    """FP8Experts keep their parameters, which Transformers may save; the folded copies live beside them and follow them."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    module, w13, w2 = fp8_experts("mxfp8", scale_dtype, inter=256, hidden=256)
+    args = inputs(hidden=256)
+    before = {k: v.view(torch.uint8).clone() for k, v in module.state_dict().items()}
+    y = module(*args)
+    plan = module._moe_ops
+    assert plan.block == (128, 128) and plan.w13.shape == module.gate_up_proj.shape and plan.s13.dtype == torch.float32
+    assert relative_error(y, by_hand(w13, w2, *args)) < 5e-2
+    assert all(torch.equal(v.view(torch.uint8), before[k]) for k, v in module.state_dict().items())
+    where = plan.s2.data_ptr(), plan.w2.data_ptr()
+    module.down_proj_scale_inv.data.view(torch.uint8).add_(1)
+    module.down_proj_scale_inv = torch.nn.Parameter(module.down_proj_scale_inv.data.clone(), requires_grad=False)
+    assert torch.equal(module(*args), 2 * y) and (plan.s2.data_ptr(), plan.w2.data_ptr()) == where
+    fast, nodes = compiled(module)
+    assert torch.equal(fast(*args), 2 * y) and nodes == [1]
+    prepare_model(module, fold=False)
+    assert module._moe_ops.block == (1, 32) and module._moe_ops.w13 is None
+    assert relative_error(module(*args), 2 * y) < 1e-2
 
 
 def test_TAIL_fused_scale_is_refused_with_the_reason():

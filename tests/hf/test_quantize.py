@@ -31,7 +31,7 @@ def test_families(family, fmt, device):
     """Logits within 0.15 of bf16; weights in our order, each expert as quantize_weight gives it; half the memory."""
     model = build(family, device=device)
     reference = copy.deepcopy(model)
-    report = quantize_model_(model, fmt)
+    report = quantize_model_(model, fmt, fold=False)
     names = [n for n, _ in experts_modules(reference)]
     assert report.format == fmt and report.modules == tuple(names) and report.skipped == ()
     assert report.bytes_before == experts_bytes(reference) and report.bytes_after == experts_bytes(model) < 0.55 * report.bytes_before
@@ -81,10 +81,35 @@ def test_skip_leaves_a_module_in_16_bit():
 def test_rule(fmt, rule):
     model = build("mixtral")
     reference = copy.deepcopy(model)
-    quantize_model_(model, fmt, rule=rule)
+    quantize_model_(model, fmt, rule=rule, fold=False)
     (name, module), *_ = experts_modules(model)
     want = quantize_weight(reference.get_submodule(name).down_proj, fmt, rule=rule)
     assert torch.equal(module.down_proj_scale_inv, want.scale) and torch.equal(bits(module.down_proj), bits(want.data))
+
+
+def test_folded_on_hopper_without_more_memory(monkeypatch):
+    """qwen3-moe has H and I that divide by 128, gpt-oss has not and stays in blocks of 32."""
+    want = {}
+    for family in ("qwen3-moe", "gpt-oss"):
+        model = build(family)
+        quantize_model_(model, "mxfp8")
+        with torch.no_grad():
+            want[family] = model(prompt()).logits
+    monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    for family in ("qwen3-moe", "gpt-oss"):
+        model, unfolded = build(family), build(family)
+        report, other = quantize_model_(model, "mxfp8"), quantize_model_(unfolded, "mxfp8", fold=False)
+        block = (128, 128) if family == "qwen3-moe" else (1, 32)
+        assert report.bytes_after <= other.bytes_after
+        with torch.no_grad():
+            assert relative_error(model(prompt()).logits, want[family]) < 1e-2
+            assert torch.equal(unfolded(prompt()).logits, want[family])
+            assert torch.equal(copy.deepcopy(model)(prompt()).logits, model(prompt()).logits)
+        for _, m in experts_modules(model):
+            assert m.block_size == m._moe_ops.block == block and m._moe_ops.w13 is None
+        assert quantize_model_(model, "mxfp8").modules == ()
+        with pytest.raises(ValueError, match="is quantized already"):
+            quantize_model_(model, "fp8_block")
 
 
 def test_fp32_model_stays_fp32_around_its_experts():
@@ -106,7 +131,7 @@ def test_SCALE_unused_expert_of_zeros():
         module.down_proj[2, 0, 1:] = 0.0
     for fmt in FORMAT_NAMES:
         m = copy.deepcopy(model)
-        quantize_model_(m, fmt)
+        quantize_model_(m, fmt, fold=False)
         new = m.get_submodule(name)
         assert bool((bits(new.down_proj)[3] == 0).all()) and bool(new.down_proj_scale_inv[3].float().isfinite().all())
         q = make_qtensor(new.down_proj, new.down_proj_scale_inv, fmt)
