@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from moe_ops.bench.provenance import provenance
 from moe_ops.bench.roofline import KNOWN, roof_of
 from moe_ops.bench.shapes import MODELS, Model
 from moe_ops.core.arch import unsupported_reason
@@ -218,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", choices=sorted(FAMILIES), help="only this family (may be repeated)")
     parser.add_argument("--steps", type=int, default=16, help="tokens to decode, at least 3 (default 16)")
     parser.add_argument("--no-layers", action="store_true", help="leave the real-size layers out")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to this file too")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to this file too, with versions, date and commit")
+    parser.add_argument("--commit", default="", help="commit that --json names (default: that of the checkout)")
     args = parser.parse_args(argv)
     if args.steps < 3:
         parser.error(f"--steps must be at least 3, got {args.steps}")
@@ -246,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 layers += run_layer(MODELS[name].ep(8), fmt, (64, 4096))
         _print_layers(layers)
     if args.json:
-        record = {"device": where, "torch": torch.__version__, "models": [asdict(r) for r in models], "layers": [asdict(r) for r in layers]}
+        record = {**provenance(args.commit), "models": [asdict(r) for r in models], "layers": [asdict(r) for r in layers]}
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     failed = [r for r in (*models, *layers) if not r.ok]
     print(f"{len(failed)} of {len(models) + len(layers)} rows are out of bounds" if failed else "all bounds hold")
