@@ -18,7 +18,6 @@ OTHER_TRITONS ?= 3.6.0 3.9.0
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
-export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 READY :=
 READY_LINT :=
 else
@@ -26,6 +25,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 READY_LINT := $(VENV)/.ready-lint
 endif
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # the folder's name is the GPU's: nvidia_h200
 DEVICE = $(shell $(PY) -m moe_ops.bench --device)
@@ -58,18 +58,18 @@ lint: $(READY_LINT)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check --quiet .
 	$(PY) -m pyright
-	PYTHONPATH=. $(if $(READY_LINT),$(VENV)/bin/lint-imports,lint-imports) --no-cache
+	$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache
 
 # Tests that fill the GPU's memory (marked slow) never meet each other.
 test-gpu: $(READY)
 	$(PY) -m pytest -q -n $(GPU_JOBS) --dist loadgroup --require-gpu --results "$(RESULTS)" --commit "$(COMMIT)"
 
+# With the newest Triton the GEMM tests run again: its interpreter multiplies block-scaled operands (tl.dot_scaled).
 test-all: test $(READY)
 	for v in $(OTHER_TRITONS); do \
 	    test -d build/triton-$$v || $(PY) -m pip install --quiet --no-deps --target build/triton-$$v triton==$$v || exit 1; \
 	    PYTHONPATH=build/triton-$$v:. $(PY) tests/compile_cases.py 90 100 120 || exit 1; \
 	done
-	# the interpreter multiplies block-scaled operands (tl.dot_scaled) from Triton 3.8 on
 	PYTHONPATH=build/triton-$(lastword $(OTHER_TRITONS)):. $(PY) -m pytest -q -n $(JOBS) tests/gemm
 
 # Every kernel at small shapes under compute-sanitizer, each tensor an allocation of its own so that one element too far is seen.
