@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 from moe_ops import grouped_gemm, make_qtensor, quantize, quantize_weight
 from moe_ops.core.arch import arch_of_capability
@@ -98,6 +99,19 @@ def test_gather_reads_tokens_in_place(device, fmt, dtype):
     out, ref = _grouped_gemm_triton(*args), grouped_gemm_ref(*args[:-1], torch.float32)
     filled = int(routing.offsets[-1])
     check(out, ref, slice(0, filled), dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for Blackwell on machines without a GPU")
+@pytest.mark.skipif(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8), reason="Triton's interpreter has tl.dot_scaled from 3.8 on")
+@pytest.mark.parametrize("rows", [5, 300], ids=["weights first", "rows first"])
+def test_block_scaled_instruction_in_the_interpreter(monkeypatch, rows):
+    """The path of SM100: the instruction applies both E8M0 scales; ragged K."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "100")
+    e, n, k = 2, 192, 160
+    a, sa, w, sw = operands("mxfp8", (rows,), e, n, k, torch.device("cpu"))
+    offsets = torch.tensor([0, rows // 3, rows], dtype=torch.int32)
+    args = (a, sa, w, sw, None, offsets, None, 1, "mxfp8", 1, torch.float32)
+    assert relative_error(_grouped_gemm_triton(*args), grouped_gemm_ref(*args)) < 5e-4
 
 
 @pytest.mark.parametrize("layout", ["row_major", "mn_major"])
