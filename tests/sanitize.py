@@ -101,7 +101,7 @@ def fused_gemm1():
         if hopper:
             down = quantize_weight(data(e, 512, i), "fp8_block")
             out = torch.empty(rows, 512, dtype=torch.bfloat16, device=CUDA)
-            grouped_down_into(bits, scale, down.data.view(torch.uint8), down.scale, None, tiles, routing.offsets, out, None)
+            grouped_down_into(bits, scale, down.data.view(torch.uint8), down.scale, None, tiles, routing.offsets, out)
 
 
 def layers():

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from moe_ops.core.arch import unsupported_reason
+from moe_ops.core.formats import E4M3, QTensor, scale_shape
 
 
 def _shape(t: torch.Tensor) -> str:
@@ -85,6 +86,24 @@ def int_range(op: str, name: str, value: object, low: int, high: int) -> None:
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{op}: {name} must be between {low} and {high}, got {value}")
+
+
+def qtensor(op: str, name: str, q: object) -> None:
+    """A `QTensor` whose scales belong to its data in every layout whose shape says so: consumers index scales by the data's shape."""
+    if not isinstance(q, QTensor):
+        raise TypeError(f"{op}: {name} must be a QTensor, got {type(q).__name__}")
+    is_tensor(op, f"{name}.data", q.data)
+    is_tensor(op, f"{name}.scale", q.scale)
+    dtype(op, f"{name}.data", q.data, (E4M3,))
+    ndim(op, f"{name}.data", q.data, (2, 3))
+    rows = q.data.shape[-2]
+    if not (isinstance(q.segments, int) and q.segments >= 1) or rows % q.segments:
+        raise ValueError(f"{op}: {name} has {rows} rows, which do not divide into segments = {q.segments!r}")
+    if q.layout in ("row_major", "mn_major"):
+        wanted = torch.float32 if q.scheme == "fp8_block" else torch.uint8
+        if q.scale.dtype != wanted:
+            raise TypeError(f"{op}: {name}.scale must be {wanted} for blocks {q.block}, got {q.scale.dtype}")
+        shape(op, f"{name}.scale", q.scale, scale_shape(tuple(q.data.shape), q.block, q.segments))
 
 
 def device_counts(op: str, name: str, t: torch.Tensor, numel: int | None = None) -> None:

@@ -158,15 +158,21 @@ def make_qtensor(
         scale: scales in `layout`; E8M0 as uint8 or float8_e8m0fnu; fp8_block scales may be fp32 or bf16 (widened once).
         fmt: format name or descriptor.
         weight: whether the blocks are the format's weight blocks (else its activation blocks).
-        layout: one of `LAYOUTS`; only row_major and mn_major shapes are checked.
+        layout: one of `LAYOUTS`.
         segments: see `QTensor`.
         rule: how the scales were chosen, where known.
 
     Raises:
         TypeError: data or scale of another dtype.
-        ValueError: an unknown format or layout, or a scale of another shape than the data demands.
+        ValueError: an unknown format, layout or rule, a scale of another shape than the data demands, or (on a CPU, where looking costs
+            nothing) an E8M0 byte 255.
     """
     f = get_format(fmt, "make_qtensor")
+    for name, t in (("data", data), ("scale", scale)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"make_qtensor: {name} must be a torch.Tensor, got {type(t).__name__}")
+    if rule != "unknown" and rule not in f.rules:
+        raise ValueError(f"make_qtensor: rule of {f.name} must be one of {f.rules} or 'unknown', got {rule!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"make_qtensor: layout must be one of {LAYOUTS}, got {layout!r}")
     if data.dtype not in (E4M3, torch.uint8):
@@ -178,12 +184,21 @@ def make_qtensor(
     if scale.dtype != wanted:
         raise TypeError(f"make_qtensor: scale of {f.name} in layout {layout} must be {wanted}, got {scale.dtype}")
     block = f.weight_block if weight else f.act_block
-    if data.dim() < 2:
-        raise ValueError(f"make_qtensor: data must have at least 2 dimensions, got shape {tuple(data.shape)}")
-    if data.shape[-2] % segments:
+    if data.dim() not in (2, 3):
+        raise ValueError(f"make_qtensor: data must have 2 or 3 dimensions, got shape {tuple(data.shape)}")
+    if data.shape[-1] > 1 and data.stride(-1) != 1:
+        raise ValueError(f"make_qtensor: data must have last stride 1, got shape {tuple(data.shape)} with strides {data.stride()}")
+    if segments < 1 or data.shape[-2] % segments:
         raise ValueError(f"make_qtensor: data has {data.shape[-2]} rows, which do not divide into {segments} segments")
+    if layout == "swizzle_32x4x4" and f is not MXFP8:
+        raise ValueError(f"make_qtensor: layout swizzle_32x4x4 holds E8M0 scales, not those of {f.name}")
     expected = scale_shape(tuple(data.shape), block, segments)
-    if layout in ("row_major", "mn_major") and tuple(scale.shape) != expected:
+    *lead, rows, blocks = expected
+    if layout == "ue8m0_packed":
+        expected = (*lead, rows, ceil_div(blocks, 4))
+    elif layout == "swizzle_32x4x4":
+        expected = (*lead, ceil_div(rows, 128) * ceil_div(blocks, 4) * 512)
+    if tuple(scale.shape) != expected:
         fused = scale_shape(tuple(data.shape), block, 1)
         hint = ""
         if segments == 2 and tuple(scale.shape) == fused:
@@ -191,6 +206,9 @@ def make_qtensor(
             hint += f" where I % {block[0]} != 0: quantize gate and up apart"
         got = tuple(scale.shape)
         raise ValueError(f"make_qtensor: scale must have shape {expected} for data {tuple(data.shape)} in blocks {block}, got {got}{hint}")
+    # the padding of a packed layout may hold anything
+    if scale.dtype == torch.uint8 and layout in ("row_major", "mn_major") and scale.device.type == "cpu" and bool((scale == 255).any()):
+        raise ValueError("make_qtensor: scale holds the E8M0 byte 255, which is NaN")
     if data.device != scale.device:
         raise ValueError(f"make_qtensor: data is on {data.device}, scale on {scale.device}")
     return QTensor(as_e4m3(data), scale, f, block, layout, rule, segments)

@@ -13,6 +13,7 @@ from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div
 from moe_ops.core.numerics import decode_e8m0
 from moe_ops.core.ops import register
 from moe_ops.gemm.grouped_config import GroupedGemmConfig, GroupedGemmProblem, heuristic, is_legal
+from moe_ops.router.routing import check_routing
 
 if TYPE_CHECKING:
     from moe_ops.router.routing import Routing
@@ -171,6 +172,11 @@ _out_op = register("grouped_gemm_out", cuda=grouped_gemm_into, cpu=_out_cpu, fak
 
 def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Tensor") -> str:
     """The common format of two operands ("plain" for 16-bit tensors), or a clear error."""
+    for name, t in (("a", a), ("w", w)):
+        if isinstance(t, QTensor):
+            checks.qtensor(op, name, t)
+        elif not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a QTensor or a torch.Tensor, got {type(t).__name__}")
     if isinstance(a, QTensor) != isinstance(w, QTensor):
         raise TypeError(f"{op}: a and w must both be QTensor or both be 16-bit tensors, got {type(a).__name__} and {type(w).__name__}")
     if isinstance(a, QTensor) and isinstance(w, QTensor):
@@ -187,7 +193,7 @@ def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Ten
                 wanted = "row_major or mn_major" if name == "a" else "row_major"
                 raise ValueError(f"{op}: scales of {name} must be {wanted} for impl 'triton', got {q.layout}")
         return w.scheme
-    assert isinstance(a, torch.Tensor) and isinstance(w, torch.Tensor)
+    assert isinstance(a, torch.Tensor) and isinstance(w, torch.Tensor)  # for the type checker: said above
     checks.dtype(op, "a", a, _PLAIN_DTYPES)
     if w.dtype != a.dtype:
         raise TypeError(f"{op}: w must have a's dtype {a.dtype}, got {w.dtype}")
@@ -259,6 +265,7 @@ def grouped_gemm(
         what = "routing (counts of masked rows)" if masked else "routing (offsets of packed rows)"
         checks.device_counts(op, what, offsets, experts if masked else experts + 1)
     else:
+        check_routing(op, routing)
         if routing.num_local_experts != experts:
             raise ValueError(f"{op}: routing has {routing.num_local_experts} local experts and w has {experts}; they must be equal")
         offsets = routing.counts if a_data.dim() == 3 else routing.offsets
@@ -271,6 +278,7 @@ def grouped_gemm(
     if a_data.dim() == 3 and a_data.shape[0] != experts:
         raise ValueError(f"{op}: masked a has {a_data.shape[0]} experts and w has {experts}; they must be equal")
     if bias is not None:
+        checks.is_tensor(op, "bias", bias)
         checks.shape(op, "bias", bias, (experts, n))
         checks.dtype(op, "bias", bias, (torch.float32, torch.bfloat16, torch.float16))
         checks.contiguous(op, "bias", bias)
@@ -282,9 +290,18 @@ def grouped_gemm(
     if impl == "triton" and not a_data.is_cuda:
         raise ValueError(f"{op}: impl 'triton' needs CUDA tensors, got {a_data.device}")
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, offsets, order, top_k, fmt, segments)
-    pinned = config.ints() if config else None
+    if config is not None:
+        if not isinstance(config, GroupedGemmConfig):
+            raise TypeError(f"{op}: config must be a GroupedGemmConfig, got {type(config).__name__}")
+        out_rows = a_data.shape[0] * a_data.shape[1] if a_data.dim() == 3 else _out_shape(a_data, w_data, order)[0]
+        reason = is_legal(config, GroupedGemmProblem(out_rows, experts, n, k, fmt), arch_of(a_data.device))
+        if reason is not None:
+            raise ValueError(f"{op}: config {config} cannot run here: {reason}")
+    pinned = config.ints() if config is not None else None
     if out is None:
         return grouped_gemm_ref(*args, out_dtype) if impl == "torch" else _op(*args, out_dtype, pinned)
+    checks.is_tensor(op, "out", out)
+    checks.no_grad(op, out=out)
     checks.shape(op, "out", out, _out_shape(a_data, w_data, order))
     checks.dtype(op, "out", out, _OUT_DTYPES)
     checks.contiguous(op, "out", out)

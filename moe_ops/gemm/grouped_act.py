@@ -98,14 +98,14 @@ def make_tiles(offsets: torch.Tensor, rows: int, tiles: torch.Tensor) -> None:
 
 def grouped_down_into(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, tiles: torch.Tensor,
-    offsets: torch.Tensor, out: torch.Tensor, config: list[int] | None,
+    offsets: torch.Tensor, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """GEMM2 over the same tiles: (R, K) rows x (E, N, K) -> (R, N) of out's dtype; one launch on given buffers."""
     _, n, k = w.shape
     arch = arch_of(a.device)
-    if config is None and uses_hopper(arch) and n % 256 == 0 and k % 128 == 0:
+    if uses_hopper(arch) and n % 256 == 0 and k % 128 == 0:
         from moe_ops.gemm.grouped_hopper import launch_hopper
 
         launch_hopper("grouped_gemm", a, a_scale, w, w_scale, bias, out, None, tiles, None, 1, out.shape[0])
     else:
-        grouped_gemm_into(a, a_scale, w, w_scale, bias, offsets, None, 1, "fp8_block", 1, out, config)
+        grouped_gemm_into(a, a_scale, w, w_scale, bias, offsets, None, 1, "fp8_block", 1, out)

@@ -177,6 +177,13 @@ def _scaled_product(
 
 
 @gluon.jit
+def _finite(h):
+    """|h| with infinities and NaN as 0: an overflow spoils its own element and not its block."""
+    a = gl.abs(h)
+    return gl.where(a < float("inf"), a, 0.0)
+
+
+@gluon.jit
 def _quantized(h, amax):
     """e4m3 of h with one scale a row, amax / 448. The conversion saturates; the reciprocal, not a division, moves 1 element in 10^4 by a step."""
     scale = gl.maximum(amax / 448.0, 1.1754943508222875e-38)
@@ -188,7 +195,7 @@ def _quantized(h, amax):
 def _folded(h, BN: gl.constexpr):
     """mxfp8 of h (64, BN), 1x32 along the columns: (fp32 values of the rounded elements (64, BN / 32, 32), bytes (64, BN / 32))."""
     small = gl.reshape(h, (64, BN // 32, 32))
-    amax = gl.max(gl.abs(small), 2)
+    amax = gl.max(_finite(small), 2)
     bits = amax.to(gl.int32, bitcast=True)
     byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     byte = gl.minimum(gl.maximum(byte, 0), 254)
@@ -265,7 +272,7 @@ def _consumer(
                     small, byte = _folded(h, 128)
                     q, scale = _refold(small, byte, gl.convert_layout(gl.max(byte, 1), rows_l), 128, wide)
                 else:
-                    q, scale = _quantized(h, gl.max(gl.abs(h), 1))
+                    q, scale = _quantized(h, gl.max(_finite(h), 1))
                 gl.store(out_scale_ptr + (row0 + offs).to(gl.int64) * (I // 128) + n, scale, mask=offs < rows)
                 _store(out_ptr, q, row0, WG * 64, rows, n * 128, I, 128, 16)
             else:
@@ -284,7 +291,7 @@ def _consumer(
                 small_n, byte_n = _folded(h_n, 64)
                 amax = gl.convert_layout(gl.max(byte_n, 1), rows_n).to(gl.float32)
             else:
-                amax = gl.max(gl.abs(h_n), 1)
+                amax = gl.max(_finite(h_n), 1)
             # the other consumer holds the other 64 columns of the same scale group
             turn = tails & 1
             amax_bufs.index(turn * 2 + WG).store(amax)

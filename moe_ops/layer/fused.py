@@ -14,9 +14,10 @@ from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import FORMATS, FP8_BLOCK, QTensor, as_bytes, ceil_div
 from moe_ops.core.ops import register
 from moe_ops.gemm import grouped_act
-from moe_ops.gemm.grouped import check_operands, grouped_gemm_into, grouped_gemm_ref
+from moe_ops.gemm.grouped import grouped_gemm_into, grouped_gemm_ref
 from moe_ops.gemm.tile_list import list_size
 from moe_ops.quant.activation import Activation
+from moe_ops.router.routing import check_routing
 
 if TYPE_CHECKING:
     from moe_ops.router.routing import Routing
@@ -60,36 +61,52 @@ def fuses_gemm1(rows: int, experts: int, inter: int, hidden: int, fmt: str, inte
     return rows >= FUSE_ROWS * experts and grouped_act.unsupported(2 * inter, hidden, _SCHEMES[fmt][0], interleaved, arch) is None
 
 
-def _workspace(
-    tokens: int, top_k: int, experts: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, device: torch.device, fused: bool
-) -> Workspace:  # fmt: skip
+def _fields(
+    tokens: int, top_k: int, experts: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, fused: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
+    """(shape, dtype) that each buffer of a call needs at least."""
     rows = tokens * top_k
     y_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # GEMM2 in fp16 can overflow
-    h = torch.empty((0 if fused else rows, 2 * inter), dtype=torch.float32, device=device)
-    tiles = torch.empty((list_size(rows, experts, 64) if fused else 0,), dtype=torch.int32, device=device)
-    y = torch.empty((rows, hidden), dtype=y_dtype, device=device)
+    fields = {
+        "h": ((0 if fused else rows, 2 * inter), torch.float32),
+        "y": ((rows, hidden), y_dtype),
+        "tiles": ((list_size(rows, experts, 64) if fused else 0,), torch.int32),
+    }
     if fmt == "plain":
-        # three separate empties: arguments that an op writes must not alias
-        xq, xs, a_s = (torch.empty((0,), dtype=torch.uint8, device=device) for _ in range(3))
-        return Workspace(xq, xs, h, torch.empty((rows, inter), dtype=dtype, device=device), a_s, y, tiles)
+        nothing = ((0,), torch.uint8)
+        return fields | {"xq": nothing, "xs": nothing, "aq": ((rows, inter), dtype), "a_s": nothing}
     scheme = FORMATS[_SCHEMES[fmt][0]]
     width, scale = scheme.act_block[1], scheme.scale_dtype
-    return Workspace(
-        torch.empty((tokens, hidden), dtype=torch.uint8, device=device),
-        torch.empty((tokens, ceil_div(hidden, width)), dtype=scale, device=device),
-        h,
-        torch.empty((rows, inter), dtype=torch.uint8, device=device),
-        torch.empty((rows, ceil_div(inter, width)), dtype=scale, device=device),
-        y,
-        tiles,
-    )
+    return fields | {
+        "xq": ((tokens, hidden), torch.uint8),
+        "xs": ((tokens, ceil_div(hidden, width)), scale),
+        "aq": ((rows, inter), torch.uint8),
+        "a_s": ((rows, ceil_div(inter, width)), scale),
+    }
+
+
+def _allocate(fields: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> Workspace:
+    return Workspace(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in fields.items()})
+
+
+def _check_workspace(ws: object, fields: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+    """Refuse a workspace that was made for another layer, format, dtype or device, or for fewer tokens."""
+    if not isinstance(ws, Workspace):
+        raise TypeError(f"fused_moe: workspace must come from make_workspace, got {type(ws).__name__}")
+    for name, (shape, dtype) in fields.items():
+        t = getattr(ws, name)
+        fits = t.dim() == len(shape) and t.shape[0] >= shape[0] and t.shape[1:] == shape[1:] and t.is_contiguous()
+        if shape[0] > 0 and not (fits and t.dtype == dtype and t.device == device):
+            raise ValueError(
+                f"fused_moe: workspace.{name} must be at least {shape} of {dtype} on {device} for this call, got {tuple(t.shape)} of {t.dtype} "
+                f"on {t.device}; use make_workspace with this w13, this top_k, x's dtype and enough tokens"
+            )
 
 
 def fused_moe_ref(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
     b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
-    config13: list[int] | None = None, config2: list[int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Reference of `fused_moe`: fp32 everywhere between the quantizations, fp32 sum (reads the offsets on the host)."""
     from moe_ops.quant.activation import activation_ref
@@ -110,9 +127,8 @@ def fused_moe_ref(
 
 
 def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> None:
-    """Launch the chain on given buffers; allocates nothing. `args` are the op's, with the two configs or without them."""
-    x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments, act_kind, alpha, limit, up_offset, interleaved = args[:18]
-    config13, config2 = args[18:] if len(args) == 20 else (None, None)
+    """Launch the chain on given buffers; allocates nothing. `args` are the op's."""
+    x, w13, s13, w2, s2, b13, b2, weights, offsets, order, inverse, fmt, segments, act_kind, alpha, limit, up_offset, interleaved = args
     from moe_ops.quant.quantize import quantize_into
     from moe_ops.quant.silu_mul import silu_mul_into
     from moe_ops.quant.silu_mul_quantize import silu_mul_quantize_into
@@ -127,23 +143,26 @@ def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> N
     aq = ws.aq[: tokens * top_k]
     y = ws.y[: tokens * top_k]
     if fmt == "plain":
-        grouped_gemm_into(x, None, w13, None, b13, offsets, order, top_k, fmt, segments, h, config13)
+        grouped_gemm_into(x, None, w13, None, b13, offsets, order, top_k, fmt, segments, h)
         silu_mul_into(h, aq, filled, act_kind, alpha, limit, up_offset, interleaved)
-        grouped_gemm_into(aq, None, w2, None, b2, offsets, None, 1, fmt, 1, y, config2)
+        grouped_gemm_into(aq, None, w2, None, b2, offsets, None, 1, fmt, 1, y)
     else:
         scheme, rule = _SCHEMES[fmt]
         xq, xs, a_s = ws.xq[:tokens], ws.xs[:tokens], ws.a_s[: tokens * top_k]
         quantize_into(x, xq, xs, None, scheme, rule)
         if fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device)):
+            for name, w in (("w13", w13), ("w2", w2)):
+                if w.data_ptr() % 16:
+                    raise ValueError(f"fused_moe: {name} must start on a 16-byte boundary, got an address that ends in {w.data_ptr() % 16}")
             tiles = ws.tiles[: list_size(rows, experts, 64)]
             grouped_act.make_tiles(offsets, rows, tiles)
             grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s, rule)
-            grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y, config2)
+            grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y)
             combine_into(y, inverse, weights, out)
             return
-        grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h, config13)
+        grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h)
         silu_mul_quantize_into(h, aq, a_s, filled, scheme, rule, act_kind, alpha, limit, up_offset, interleaved)
-        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y, config2)
+        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y)
     combine_into(y, inverse, weights, out)
 
 
@@ -154,8 +173,8 @@ def _fused_moe_cuda(*args: Any) -> torch.Tensor:
     experts, two_i, hidden = w13.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     fused = fuses_gemm1(tokens * top_k, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device))
-    ws = _workspace(tokens, top_k, experts, hidden, two_i // 2, fmt, x.dtype, x.device, fused)
-    fused_moe_into(args, out, ws)
+    fields = _fields(tokens, top_k, experts, hidden, two_i // 2, fmt, x.dtype, fused)
+    fused_moe_into(args, out, _allocate(fields, x.device))
     return out
 
 
@@ -163,7 +182,6 @@ def _fake(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
     b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
-    config13: list[int] | None = None, config2: list[int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -173,19 +191,18 @@ _op = register("fused_moe", cuda=_fused_moe_cuda, cpu=fused_moe_ref, fake=_fake)
 
 def _out_cuda(*args: Any) -> None:
     """Arguments as `_out_fake`."""
-    fused_moe_into(args[:20], args[20], Workspace(*args[21:]))
+    fused_moe_into(args[:18], args[18], Workspace(*args[19:]))
 
 
 def _out_cpu(*args: Any) -> None:
     """Arguments as `_out_fake`."""
-    args[20].copy_(fused_moe_ref(*args[:18]))
+    args[18].copy_(fused_moe_ref(*args[:18]))
 
 
 def _out_fake(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
     b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
-    config13: list[int] | None, config2: list[int] | None,
     out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
 ) -> None:  # fmt: skip
     return None
@@ -203,17 +220,23 @@ def layer_format(w: "QTensor | torch.Tensor") -> str:
 
 def _check(
     x: torch.Tensor, w13: "QTensor | torch.Tensor", w2: "QTensor | torch.Tensor", routing: "Routing", b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
+    b2: torch.Tensor | None, act: Activation,
 ) -> str:  # fmt: skip
     op = "fused_moe"
     checks.is_tensor(op, "x", x)
     checks.ndim(op, "x", x, (2,))
     checks.dtype(op, "x", x, _X_DTYPES)
     checks.last_stride_one(op, "x", x)
+    for name, w in (("w13", w13), ("w2", w2)):
+        if isinstance(w, QTensor):
+            checks.qtensor(op, name, w)
+        elif not isinstance(w, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a QTensor or a torch.Tensor, got {type(w).__name__}")
     if isinstance(w13, QTensor) != isinstance(w2, QTensor):
         raise TypeError(f"{op}: w13 and w2 must both be QTensor or both be 16-bit tensors, got {type(w13).__name__} and {type(w2).__name__}")
-    d13, d2 = (w13.data, w2.data) if isinstance(w13, QTensor) and isinstance(w2, QTensor) else (w13, w2)
-    assert isinstance(d13, torch.Tensor) and isinstance(d2, torch.Tensor)
+    check_routing(op, routing)
+    d13 = w13.data if isinstance(w13, QTensor) else w13
+    d2 = w2.data if isinstance(w2, QTensor) else w2
     checks.ndim(op, "w13", d13, (3,))
     experts, two_i, hidden = d13.shape
     if two_i % 2:
@@ -227,6 +250,7 @@ def _check(
         raise ValueError(f"{op}: routing has {routing.num_tokens} tokens and x has {x.shape[0]} rows; they must be equal")
     for name, b, width in (("b13", b13, two_i), ("b2", b2, hidden)):
         if b is not None:
+            checks.is_tensor(op, name, b)
             checks.shape(op, name, b, (experts, width))
             checks.dtype(op, name, b, (torch.float32, torch.bfloat16, torch.float16))
             checks.contiguous(op, name, b)
@@ -245,18 +269,39 @@ def _check(
                 raise ValueError(f"{op}: mxfp8 needs K % 32 == 0, got {name} with K = {q.shape[-1]}")
         if w13.block != w2.block:
             raise ValueError(f"{op}: w13 has blocks {w13.block} and w2 {w2.block}; fold both mxfp8 weights or neither")
+        if w13.scheme == "fp8_block" and (two_i // 2) % 128 and w13.segments != 2 and not act.interleaved:
+            raise ValueError(
+                f"{op}: w13 has I = {two_i // 2}, which 128 does not divide, and one run of scale blocks over its 2I rows, so that a block mixes "
+                f"gate and up rows; quantize it with segments=2"
+            )
         return layer_format(w13)
-    if d13.dtype != x.dtype:
-        raise TypeError(f"{op}: 16-bit w13 must have x's dtype {x.dtype}, got {d13.dtype}")
-    return check_operands(op, x, d13)
+    checks.dtype(op, "x (with 16-bit weights)", x, (torch.bfloat16, torch.float16))
+    for name, d in (("w13", d13), ("w2", d2)):
+        if d.dtype != x.dtype:
+            raise TypeError(f"{op}: 16-bit {name} must have x's dtype {x.dtype}, got {d.dtype}")
+    return "plain"
 
 
 def make_workspace(tokens: int, top_k: int, w13: "QTensor | torch.Tensor", dtype: torch.dtype = torch.bfloat16) -> Workspace:
-    """Buffers for `fused_moe(..., out=, workspace=)` with up to `tokens` tokens of `dtype`, on w13's device."""
-    fmt = layer_format(w13)
+    """Buffers for `fused_moe(..., out=, workspace=)` with up to `tokens` tokens of `dtype`, top_k rows each, on w13's device.
+
+    Args:
+        tokens: most tokens of a call.
+        top_k: experts per token.
+        w13: the layer's gate and up weights; the format and the sizes are theirs.
+        dtype: dtype of the tokens: bf16, fp16 or fp32.
+
+    Raises:
+        TypeError: dtype is none of the three. ValueError: tokens below 0 or top_k below 1.
+    """
+    op = "make_workspace"
+    checks.int_range(op, "tokens", tokens, 0, 2**31 - 1)
+    checks.int_range(op, "top_k", top_k, 1, 2**16)
+    if dtype not in _X_DTYPES:
+        raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
     experts, two_i, hidden = w13.shape
-    ws = _workspace(tokens, top_k, experts, hidden, two_i // 2, fmt, dtype, w13.device, False)
-    return ws._replace(tiles=torch.empty((list_size(tokens * top_k, experts, 64),), dtype=torch.int32, device=w13.device))
+    both = [_fields(tokens, top_k, experts, hidden, two_i // 2, layer_format(w13), dtype, fused) for fused in (False, True)]
+    return _allocate(both[0] | {"tiles": both[1]["tiles"]}, w13.device)
 
 
 def fused_moe(
@@ -301,9 +346,11 @@ def fused_moe(
     Cost: 6 * rows * I * H flops; E_active * 3 * I * H weight bytes (FP8); five launches.
     """
     op = "fused_moe"
-    fmt = _check(x, w13, w2, routing, b13, b2)
     if act is None:
         act = _SILU
+    elif not isinstance(act, Activation):
+        raise TypeError(f"{op}: act must be an Activation, got {type(act).__name__}")
+    fmt = _check(x, w13, w2, routing, b13, b2, act)
     if impl is not None:
         checks.one_of(op, "impl", impl, IMPLS)
         if impl == "triton" and not x.is_cuda:
@@ -319,20 +366,20 @@ def fused_moe(
         return fused_moe_ref(*args) if impl == "torch" else _op(*args)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    checks.is_tensor(op, "out", out)
     checks.shape(op, "out", out, tuple(x.shape))
     checks.dtype(op, "out", out, (x.dtype,))
+    checks.no_grad(op, out=out)
     checks.contiguous(op, "out", out)
     checks.same_device(op, x=x, out=out)
     if impl == "torch":
         return out.copy_(fused_moe_ref(*args))
+    inter = d13.shape[1] // 2
+    fused = x.is_cuda and fuses_gemm1(routing.order.shape[0], d13.shape[0], inter, d13.shape[2], fmt, act.interleaved, arch_of(x.device))
+    fields = _fields(x.shape[0], routing.top_k, d13.shape[0], d13.shape[2], inter, fmt, x.dtype, fused)
     if workspace is None:
-        workspace = make_workspace(x.shape[0], routing.top_k, w13, x.dtype)
-    elif workspace.h.shape[0] < routing.order.shape[0] or workspace.h.shape[1] != d13.shape[1] or workspace.y.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"{op}: workspace has room for {workspace.h.shape[0]} rows of 2I = {workspace.h.shape[1]}, H = {workspace.y.shape[1]}; "
-            f"this call needs {routing.order.shape[0]} rows of 2I = {d13.shape[1]}, H = {x.shape[1]}: use make_workspace"
-        )
-    elif workspace.aq.dtype != (x.dtype if fmt == "plain" else torch.uint8) or workspace.h.device != x.device:
-        raise ValueError(f"{op}: workspace was made for another format, dtype or device; use make_workspace with this w13 and dtype {x.dtype}")
-    _out_op(*args, None, None, out, *workspace)
+        workspace = _allocate(fields, x.device)
+    else:
+        _check_workspace(workspace, fields, x.device)
+    _out_op(*args, out, *workspace)
     return out

@@ -35,6 +35,9 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"Activation: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+        for name in ("alpha", "up_offset", *(() if self.limit is None else ("limit",))):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise TypeError(f"Activation: {name} must be a number, got {getattr(self, name)!r}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"Activation: limit must be positive or None, got {self.limit!r}")
         if not (0 < self.alpha < math.inf and -math.inf < self.up_offset < math.inf):  # torch 2.11 cannot trace math.isfinite

@@ -79,7 +79,7 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         raise TypeError(f"dequantize: q must be a QTensor, got {type(q).__name__}")
     if dtype not in _DTYPES:
         raise TypeError(f"dequantize: dtype must be float32 or bfloat16 or float16, got {dtype}")
-    checks.ndim("dequantize", "q.data", q.data, (2, 3))
+    checks.qtensor("dequantize", "q", q)
     checks.last_stride_one("dequantize", "q.data", q.data)
     checks.same_device("dequantize", data=q.data, scale=q.scale)
     if q.layout not in ("row_major", "mn_major"):

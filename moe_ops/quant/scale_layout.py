@@ -75,7 +75,7 @@ def to_layout(q: QTensor, layout: str) -> QTensor:
     checks.one_of("to_layout", "layout", layout, LAYOUTS)
     if layout == q.layout:
         return q
-    reason = layout_reason(q.format.name, q.rule, layout)
+    reason = layout_reason(q.scheme, q.rule, layout)
     if reason is not None:
         raise ValueError(f"to_layout: {reason}")
     checks.ndim("to_layout", "q.data", q.data, (2, 3))
@@ -89,4 +89,4 @@ def to_layout(q: QTensor, layout: str) -> QTensor:
     checks.shape("to_layout", "q.scale", scale, wanted)
     if q.layout == "swizzle_32x4x4":
         checks.contiguous("to_layout", "q.scale", scale)
-    return dataclasses.replace(q, scale=_op(scale, q.layout, layout, rows, blocks, q.format.name), layout=layout)
+    return dataclasses.replace(q, scale=_op(scale, q.layout, layout, rows, blocks, q.scheme), layout=layout)

@@ -85,7 +85,7 @@ def test_e8m0_scales_are_viewed_as_bytes():
             TypeError,
             "scale of mxfp8 in layout row_major must be torch.uint8, got torch.float32",
         ),
-        (lambda: make_qtensor(torch.zeros(4, dtype=torch.uint8), torch.ones(1), "fp8_block"), ValueError, "at least 2 dimensions, got shape"),
+        (lambda: make_qtensor(torch.zeros(4, dtype=torch.uint8), torch.ones(1), "fp8_block"), ValueError, "2 or 3 dimensions, got shape"),
         (
             lambda: make_qtensor(torch.zeros(256, 128, dtype=torch.uint8), torch.ones(1, 1), "fp8_block"),
             ValueError,
@@ -115,3 +115,31 @@ def test_to_moves_data_and_scale():
     assert q.data.is_cuda and q.scale.is_cuda
     with pytest.raises(ValueError, match="make_qtensor: data is on cuda:0, scale on cpu"):
         make_qtensor(q.data, q.scale.cpu(), "fp8_block")
+
+
+DATA = torch.zeros(2, 128, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "call,error,text",
+    [
+        (lambda: make_qtensor(None, torch.ones(1), "mxfp8"), TypeError, "data must be a torch.Tensor, got NoneType"),
+        (lambda: make_qtensor(DATA, torch.ones(2, 1), "fp8_block", rule="best", weight=False), ValueError, "rule of fp8_block must be one of"),
+        (lambda: make_qtensor(DATA, torch.ones(2, 1), "fp8_block", segments=0), ValueError, "do not divide into 0 segments"),
+        (lambda: make_qtensor(DATA.t(), torch.ones(128, 1), "fp8_block", weight=False), ValueError, "data must have last stride 1"),
+        (
+            lambda: make_qtensor(DATA, torch.ones(1, dtype=torch.uint8), "mxfp8", layout="swizzle_32x4x4"),
+            ValueError,
+            r"scale must have shape \(512,\)",
+        ),
+        (
+            lambda: make_qtensor(DATA, torch.ones(1, 1, dtype=torch.int32), "mxfp8", layout="ue8m0_packed"),
+            ValueError,
+            r"scale must have shape \(2, 1\)",
+        ),
+        (lambda: make_qtensor(DATA, torch.full((2, 4), 255, dtype=torch.uint8), "mxfp8"), ValueError, "holds the E8M0 byte 255"),
+    ],
+)
+def test_make_qtensor_refuses_what_does_not_belong_together(call, error, text):
+    with pytest.raises(error, match=f"make_qtensor: .*{text}"):
+        call()

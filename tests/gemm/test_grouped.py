@@ -1,5 +1,7 @@
 """Grouped GEMM: the kernel against the fp32 product of the dequantized operands, and the public function's checks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -188,6 +190,13 @@ OFFS = torch.tensor([0, 2, 4], dtype=torch.int32)
         (lambda: grouped_gemm(_q(), _w(), OFFS, gather=True), ValueError, "gather needs a Routing"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, bias=torch.zeros(2, 63)), ValueError, r"bias must have shape \(2, 64\)"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, out_dtype=torch.float64), ValueError, "out_dtype must be one of"),
+        (lambda: grouped_gemm(None, _w(), OFFS), TypeError, "a must be a QTensor or a torch.Tensor, got NoneType"),
+        (lambda: grouped_gemm(_q(), replace(_w(), scale=torch.ones(1, 1, 1)), OFFS), ValueError, r"w.scale must have shape \(2, 1, 1\)"),
+        (lambda: grouped_gemm(_q(), replace(_w(), segments=3), OFFS), ValueError, "w has 64 rows, which do not divide into segments = 3"),
+        (lambda: grouped_gemm(_q(), _w(), None), TypeError, "routing must be a Routing"),
+        (lambda: grouped_gemm(_q(), _w(), OFFS, bias=3.0), TypeError, "bias must be a torch.Tensor, got float"),
+        (lambda: grouped_gemm(_q(), _w(), OFFS, config=(1, 2)), TypeError, "config must be a GroupedGemmConfig, got tuple"),
+        (lambda: grouped_gemm(_q(), _w(), OFFS, config=GroupedGemmConfig(8, 64, 128, 4, 2, 1, True)), ValueError, "cannot run here: block_m must be"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, impl="cuda"), ValueError, "impl must be one of 'triton', 'torch', got 'cuda'"),
         (lambda: grouped_gemm(torch.ones(4, 128), torch.ones(2, 64, 128), OFFS), TypeError, "a must be bfloat16 or float16, got float32"),
         (

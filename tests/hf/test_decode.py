@@ -61,4 +61,4 @@ def test_generate_compiles_with_a_static_cache(fmt, device):
     model, ids = model_of("qwen3-moe", fmt, device), prompt(device)
     eager = generate(model, ids, 16, disable_compile=True)
     fast = generate(model, ids, 16)
-    assert fast.shape == eager.shape and torch.equal(fast[:, :1], eager[:, :1])
+    assert fast.shape == eager.shape and torch.equal(fast[:, :2], eager[:, :2])

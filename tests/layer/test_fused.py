@@ -1,11 +1,12 @@
 """The fused layer: the chain of kernels against its reference, and the public function in all its forms."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from moe_ops import Activation, Routing, fused_moe, quantize_weight
+from moe_ops import Activation, Routing, fused_moe, make_qtensor, quantize_weight
 from moe_ops.core.numerics import random_topk, relative_error, uneven
 from moe_ops.layer.fused import _SCHEMES, fused_moe_into, fused_moe_ref, make_workspace
 from moe_ops.quant.fold import fold_weight
@@ -178,6 +179,50 @@ def test_out_and_workspace_forms(device):
     assert relative_error(fused_moe(x, w13, w2, routing, impl="torch"), plain) <= BOUND
 
 
+@pytest.mark.parametrize(
+    "make,field",
+    [
+        (lambda w: make_workspace(8, 2, layer_weights("fp8_block", 4, 128, 128, "cpu")[0], torch.float16), "xs"),
+        (lambda w: make_workspace(2, 8, w, torch.float16), "xq"),
+        (lambda w: make_workspace(8, 2, w, torch.bfloat16), "y"),
+        (lambda w: make_workspace(8, 2, layer_weights("mxfp8", 4, 128, 256, "cpu")[0], torch.float16), "h"),
+    ],
+    ids=["another format", "fewer tokens, more experts a token", "bf16 for fp16 tokens", "another I"],
+)
+def test_workspaces_that_do_not_fit_are_refused(make, field):
+    w13, w2 = layer_weights("mxfp8", 4, 128, 128, "cpu")
+    x, routing = tokens(8, 128, "cpu", torch.float16), make_routing("even", 8, 4, 2, "cpu")
+    with pytest.raises(ValueError, match=rf"fused_moe: workspace.{field} must be at least .* use make_workspace"):
+        fused_moe(x, w13, w2, routing, out=torch.empty_like(x), workspace=make(w13))
+    fused_moe(x, w13, w2, routing, out=torch.empty_like(x), workspace=make_workspace(9, 2, w13, torch.float16))
+
+
+@pytest.mark.gpu
+def test_a_workspace_of_fewer_experts_is_refused_in_a_prefill(device):
+    (one13, _), (w13, w2) = layer_weights("fp8_block", 1, 128, 128, device), layer_weights("fp8_block", 20, 128, 128, device)
+    x, routing = tokens(1280, 128, device), make_routing("even", 1280, 20, 2, device)
+    with pytest.raises(ValueError, match="fused_moe: workspace.tiles must be at least"):
+        fused_moe(x, w13, w2, routing, out=torch.empty_like(x), workspace=make_workspace(1280, 2, one13))
+
+
+@pytest.mark.gpu
+def test_weights_off_the_16_byte_grid_are_refused_in_a_prefill(device):
+    e, h, i = 2, 128, 128
+    w13, w2 = layer_weights("fp8_block", e, h, i, device)
+    flat = torch.empty(w13.data.numel() + 8, dtype=torch.uint8, device=device)
+    flat[8:].copy_(w13.data.view(torch.uint8).flatten())
+    off = make_qtensor(flat[8:].view(w13.data.shape), w13.scale, "fp8_block", segments=2)
+    x, routing = tokens(300, h, device), make_routing("even", 300, e, 1, device)
+    assert (
+        relative_error(
+            fused_moe(x[:4], off, w2, make_routing("even", 4, e, 1, device)), fused_moe(x[:4], w13, w2, make_routing("even", 4, e, 1, device))
+        )
+        == 0
+    )
+    with pytest.raises(ValueError, match="fused_moe: w13 must start on a 16-byte boundary"):
+        fused_moe(x, off, w2, routing)
+
+
 def test_zero_tokens(device):
     w13, w2 = layer_weights("fp8_block", 4, 128, 128, device)
     routing = Routing.from_topk(torch.empty(0, 2, dtype=torch.int32, device=device), torch.empty(0, 2, device=device), 4)
@@ -203,7 +248,7 @@ def test_opcheck(device, fmt):
     args = op_args(tokens(t, h, device), w13, w2, make_routing("even", t, e, k, device), fmt)
     torch.library.opcheck(torch.ops.moe_ops.fused_moe.default, args)
     ws = make_workspace(t, k, w13)
-    torch.library.opcheck(torch.ops.moe_ops.fused_moe_out.default, (*args, None, None, torch.empty_like(args[0]), *ws))
+    torch.library.opcheck(torch.ops.moe_ops.fused_moe_out.default, (*args, torch.empty_like(args[0]), *ws))
     a, sa, w, sw = args[0], None, args[1], args[2]
     if fmt != "plain":
         a, sa = quantize_ref(args[0], None, *_SCHEMES[fmt][:1], "row_major", _SCHEMES[fmt][1])
@@ -250,6 +295,37 @@ X = torch.zeros(4, 128, dtype=torch.bfloat16)
         (_bad(routing=make_routing("even", 4, 5, 2, "cpu")), ValueError, "routing has 5 local experts and w13 has 3"),
         (_bad(b13=torch.zeros(3, 128)), ValueError, r"b13 must have shape \(3, 256\)"),
         (_bad(b2=torch.zeros(3, 128, dtype=torch.int32)), TypeError, "b2 must be float32 or bfloat16 or float16, got int32"),
+        (_bad(w13=None), TypeError, "w13 must be a QTensor or a torch.Tensor, got NoneType"),
+        (
+            _bad(w13=replace(layer_weights("fp8_block", 3, 128, 128, "cpu")[0], scale=torch.ones(3, 1, 1))),
+            ValueError,
+            r"w13.scale must have shape \(3, 2, 1\)",
+        ),
+        (
+            _bad(w13=replace(layer_weights("fp8_block", 3, 128, 128, "cpu")[0], scale=torch.ones(3, 2, 1).half())),
+            TypeError,
+            "w13.scale must be torch.float32",
+        ),
+        (_bad(routing=None), TypeError, "routing must be a Routing"),
+        (_bad(act="silu"), TypeError, "act must be an Activation, got str"),
+        (_bad(b13=[1]), TypeError, "b13 must be a torch.Tensor, got list"),
+        (_bad(out=[1]), TypeError, "out must be a torch.Tensor, got list"),
+        (_bad(out=X.clone(), workspace=(1, 2)), TypeError, "workspace must come from make_workspace, got tuple"),
+        (
+            lambda: fused_moe(X, torch.ones(3, 256, 128).bfloat16(), torch.ones(3, 128, 128).half(), make_routing("even", 4, 3, 2, "cpu")),
+            TypeError,
+            "16-bit w2 must have x's dtype torch.bfloat16, got torch.float16",
+        ),
+        (
+            lambda: fused_moe(
+                torch.zeros(4, 128).bfloat16(),
+                quantize_weight(torch.ones(3, 2 * 192, 128).bfloat16(), "fp8_block"),
+                quantize_weight(torch.ones(3, 128, 192).bfloat16(), "fp8_block"),
+                make_routing("even", 4, 3, 2, "cpu"),
+            ),
+            ValueError,
+            "w13 has I = 192, which 128 does not divide, .* quantize it with segments=2",
+        ),
         (_bad(impl="deepgemm"), ValueError, "impl must be one of 'triton', 'torch', got 'deepgemm'"),
         (_bad(impl="triton"), ValueError, "impl 'triton' needs CUDA tensors, got cpu"),
         (_bad(out=torch.zeros(4, 64, dtype=torch.bfloat16)), ValueError, r"out must have shape \(4, 128\)"),
@@ -257,7 +333,7 @@ X = torch.zeros(4, 128, dtype=torch.bfloat16)
         (
             _bad(out=X.clone(), workspace=make_workspace(1, 2, layer_weights("fp8_block", 3, 128, 128, "cpu")[0])),
             ValueError,
-            "workspace has room for 2 rows .* this call needs 8 rows",
+            r"workspace.h must be at least \(8, 256\) of torch.float32 .* got \(2, 256\) .* use make_workspace",
         ),
     ],
 )

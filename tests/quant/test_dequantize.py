@@ -2,13 +2,14 @@
 
 import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 import moe_ops
-from moe_ops.core.formats import LAYOUTS, as_bytes, make_qtensor
+from moe_ops.core.formats import LAYOUTS, MXFP8, QTensor, as_bytes, make_qtensor
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.quant.quantize import dequantize, quantize, quantize_weight
 
@@ -65,7 +66,7 @@ def test_every_byte_with_every_element(dtype, device):
     """E8M0: all 65536 pairs: byte 0 is 2^-127, byte 254 overflows only where the product does, byte 255 is NaN."""
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
-    out = check(device, make_qtensor(data, scale, "mxfp8"), dtype)
+    out = check(device, QTensor(data.view(torch.float8_e4m3fn), scale, MXFP8, MXFP8.weight_block), dtype)
     if dtype == torch.float32:
         element = data[0].view(torch.float8_e4m3fn).double()
         exact = element * 2.0 ** (torch.arange(255, dtype=torch.float64)[:, None] - 127)
@@ -111,8 +112,8 @@ def test_no_rows(shape, device):
 BAD = (
     (lambda q: dequantize(q.data), TypeError, "dequantize: q must be a QTensor, got Tensor"),
     (lambda q: dequantize(q, torch.float64), TypeError, "dequantize: dtype must be float32 or bfloat16 or float16, got torch.float64"),
-    (lambda q: dequantize(make_qtensor(q.data.view(1, 1, 8, 64), q.scale.view(1, 1, 8, 2), "mxfp8")), ValueError, "q.data must be 2-D or 3-D"),
-    (lambda q: dequantize(make_qtensor(q.data.T, q.scale.new_zeros(64, 1), "mxfp8")), ValueError, "dequantize: q.data must have last stride 1"),
+    (lambda q: dequantize(replace(q, data=q.data.view(1, 1, 8, 64))), ValueError, "dequantize: q.data must be 2-D or 3-D"),
+    (lambda q: dequantize(replace(q, data=q.data.T, scale=q.scale.new_zeros(64, 1))), ValueError, "dequantize: q.data must have last stride 1"),
 )
 
 

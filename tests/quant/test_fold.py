@@ -9,6 +9,7 @@ from moe_ops import dequantize, quantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, relative_error, uneven
 from moe_ops.quant.fold import MAX_ROW, MAX_TENSOR, fold_rows_ref, fold_weight, is_folded
 from moe_ops.quant.quantize import quantize_into
+from moe_ops.quant.scale_layout import to_layout
 from moe_ops.quant.silu_mul_quantize import silu_mul_quantize_into, silu_mul_quantize_ref
 
 
@@ -73,6 +74,18 @@ def test_weights_that_would_lose_values_stay_as_they_are():
     assert same is q and not report.folded and report.row_error > 0.5 and report.tensor_error < 1e-3
     same, report = fold_weight(quantize_weight(torch.ones(64, 96, dtype=torch.bfloat16), "mxfp8"))
     assert not report.folded and math.isinf(report.row_error)
+
+
+def test_folded_scales_convert_as_the_fp32_scales_they_are():
+    folded, _ = fold_weight(quantize_weight(uneven((256, 256), block=(128, 128), seed=4, spread=1), "mxfp8"))
+    moved = to_layout(folded, "mn_major")
+    assert (
+        moved.scale.dtype == torch.float32
+        and torch.equal(moved.scale, folded.scale)
+        and torch.equal(to_layout(moved, "row_major").scale, folded.scale)
+    )
+    with pytest.raises(ValueError, match="to_layout: .*swizzle_32x4x4"):
+        to_layout(folded, "swizzle_32x4x4")
 
 
 def test_bad_input_is_named():
