@@ -15,8 +15,8 @@ from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.core.ops import register
-from moe_ops.router.padding import PaddedRouting
-from moe_ops.router.routing import Routing
+from moe_ops.router.padding import PaddedRouting, check_padded
+from moe_ops.router.routing import Routing, check_routing
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -150,7 +150,8 @@ def combine(
         Rows of skipped pairs are not read.
 
     Raises:
-        TypeError: another dtype. ValueError: shape, stride or device that does not fit, both `out` and `out_dtype`, an input that requires grad.
+        TypeError: another dtype. ValueError: shape, stride or device that does not fit, in the routing too; both `out` and
+            `out_dtype`; an input that requires grad.
 
     Cost:
         Reads T * k * H and writes T * H elements.
@@ -166,6 +167,10 @@ def combine(
     checks.no_grad(op, y=y, out=out)
     if not isinstance(routing, (Routing, PaddedRouting)):
         raise TypeError(f"{op}: routing must be a Routing or PaddedRouting, got {type(routing).__name__}")
+    if isinstance(routing, Routing):
+        check_routing(op, routing)
+    else:
+        check_padded(op, routing)
     rows = routing.order.shape[0]
     if y.shape[0] < rows:
         raise ValueError(f"{op}: y must have at least {rows} rows (the length of routing.order), got shape {tuple(y.shape)}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ops.core import checks
-from moe_ops.router.padding import PaddedRouting, pad_routing
+from moe_ops.router.padding import PaddedRouting, spread
 from moe_ops.router.routing import Routing
 
 
@@ -47,7 +47,7 @@ class ExpertRows:
 
 def per_expert(routing: Routing, capacity: int | None = None) -> ExpertRows:
     """Each expert's token ids, weights and count; see `Routing.per_expert`."""
-    padded = pad_routing(routing, capacity=max(1, routing.num_tokens) if capacity is None else capacity)
+    padded = spread("per_expert", routing, None, max(1, routing.num_tokens) if capacity is None else capacity)
     shape = (routing.num_local_experts, -1)
     tokens = torch.div(padded.order, routing.top_k, rounding_mode="floor")
     return ExpertRows(tokens.view(shape), padded.row_weights.view(shape), padded.counts, padded)
@@ -55,7 +55,7 @@ def per_expert(routing: Routing, capacity: int | None = None) -> ExpertRows:
 
 def to_sorted_block(routing: Routing, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The form of vLLM's moe_align_block_size; see `Routing.to_sorted_block`."""
-    padded = pad_routing(routing, block=block)
+    padded = spread("to_sorted_block", routing, block, None)
     pairs = routing.order.shape[0]
     sorted_ids = torch.where(padded.order < 0, pairs, padded.order)
     return sorted_ids, padded.experts[::block].contiguous(), padded.offsets[-1:]
@@ -63,7 +63,7 @@ def to_sorted_block(routing: Routing, block: int) -> tuple[torch.Tensor, torch.T
 
 def to_psum(routing: Routing, block: int) -> torch.Tensor:
     """End of each expert's filled rows; see `Routing.to_psum`."""
-    padded = pad_routing(routing, block=block)
+    padded = spread("to_psum", routing, block, None)
     return padded.offsets[:-1] + padded.counts
 
 

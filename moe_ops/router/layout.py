@@ -17,7 +17,7 @@ import triton.language as tl
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.core.ops import register
-from moe_ops.router.layout_chunked import MAX_EXPERTS, chunked_layout
+from moe_ops.router.layout_chunked import chunked_layout
 from moe_ops.router.pairs_kernel import load_pairs, store_canonical, valid_tokens
 
 #: Most pairs (tokens * top_k) of one call: row numbers are int32, and a scan looks up to one block past the end.
@@ -209,7 +209,7 @@ def layout_into(
                 out.copy_(result.view(out.shape))
         return
     tokens, top_k = ids.shape
-    if tokens * top_k > LARGEST_STEP and counts.shape[0] <= MAX_EXPERTS:
+    if tokens * top_k > LARGEST_STEP:
         outs = (out_ids, out_weights, counts, offsets, order, inverse)
         chunked_layout(ids, weights, num_valid, expert_map, outs, num_experts, first)
         return

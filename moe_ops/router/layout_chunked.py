@@ -18,8 +18,6 @@ from moe_ops.router.pairs_kernel import load_pairs, sort_rising, store_canonical
 
 #: Pairs that are sorted at once.
 STEP = 256
-#: Local experts up to which a table of counts pays.
-MAX_EXPERTS = 2048
 
 
 @triton.jit(do_not_specialize=["T", "num_experts", "num_local", "first", "stride_it", "stride_ij", "steps"])

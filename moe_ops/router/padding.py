@@ -20,7 +20,7 @@ from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch
 from moe_ops.core.ops import register
 from moe_ops.router.layout import MAX_PAIRS
-from moe_ops.router.routing import Routing
+from moe_ops.router.routing import Routing, check_routing, check_tensors, well_formed
 
 PaddedTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -84,7 +84,11 @@ def routing_pad_ref(
     row_weights = torch.zeros(rows, dtype=torch.float32, device=order.device)
     new_inverse = torch.full((pairs + 1,), -1, dtype=torch.int64, device=order.device)
     if pairs:
-        pair = torch.where(filled, order.long()[torch.where(filled, offsets.long()[expert] + rank, 0)], -1)
+        source = offsets.long()[expert] + rank
+        filled = filled & (source >= 0) & (source < pairs)
+        pair = torch.where(filled, order.long()[torch.where(filled, source, 0)], -1)
+        filled = filled & (pair >= 0) & (pair < pairs)
+        pair = torch.where(filled, pair, -1)
         row_weights = torch.where(filled, weights.flatten()[pair.clamp(min=0)], 0.0)
         new_inverse[torch.where(filled, pair, pairs)] = row
     experts = torch.where(filled, expert, -1)
@@ -93,7 +97,7 @@ def routing_pad_ref(
     return pair, experts, row_weights, new_counts, new_offsets, out_inverse
 
 
-@triton.jit(do_not_specialize=["pairs", "rows"])
+@triton.jit(do_not_specialize=["pairs", "rows", "spacing"])
 def _routing_pad_kernel(
     order_ptr,
     counts_ptr,
@@ -108,20 +112,23 @@ def _routing_pad_kernel(
     new_inverse_ptr,
     pairs,
     rows,
+    spacing,
     E: tl.constexpr,
     E_PADDED: tl.constexpr,
-    SPACING: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """BLOCK_R rows of the padded form, and a share of the pairs that have no row."""
+    """BLOCK_R rows of the padded form, and a share of the pairs that have no row. Numbers out of range, of a routing made by hand, are skipped.
+
+    `spacing` is no constant: by default the capacity is the number of tokens.
+    """
     expert = tl.arange(0, E_PADDED)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     if MASKED:
-        counts = tl.minimum(counts, SPACING)
-        extent = tl.where(expert < E, SPACING, 0)
+        counts = tl.minimum(counts, spacing)
+        extent = tl.where(expert < E, spacing, 0)
     else:
-        extent = tl.cdiv(counts, SPACING) * SPACING
+        extent = tl.cdiv(counts, spacing) * spacing
     end = tl.cumsum(extent, axis=0)
     if tl.program_id(0) == 0:
         tl.store(new_counts_ptr + expert, counts, mask=expert < E)
@@ -135,18 +142,22 @@ def _routing_pad_kernel(
     present = (owner < E) & (row < rows)
     count = tl.load(counts_ptr + owner, mask=present, other=0)
     if MASKED:
-        count = tl.minimum(count, SPACING)
+        count = tl.minimum(count, spacing)
     filled = present & (rank < count)
     source = tl.load(offsets_ptr + owner, mask=filled, other=0) + rank
+    filled = filled & (source >= 0) & (source < pairs)
     pair = tl.load(order_ptr + source, mask=filled, other=-1)
+    filled = filled & (pair >= 0) & (pair < pairs)
+    pair = tl.where(filled, pair, -1)
     tl.store(new_order_ptr + row, pair, mask=row < rows)
     tl.store(experts_ptr + row, tl.where(filled, owner, -1), mask=row < rows)
     tl.store(row_weights_ptr + row, tl.load(weights_ptr + pair, mask=filled, other=0.0), mask=row < rows)
     tl.store(new_inverse_ptr + pair, row, mask=filled)
 
     # Pairs without a row: no expert here, or (masked) a place beyond the capacity.
-    for start in range(tl.program_id(0) * BLOCK_R, pairs, tl.num_programs(0) * BLOCK_R):
-        position = start + tl.arange(0, BLOCK_R)
+    # The step alone can be near 2^31.
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK_R, pairs, tl.num_programs(0) * BLOCK_R):
+        position = tl.cast(start, tl.int32) + tl.arange(0, BLOCK_R)
         inside = position < pairs
         absent = tl.load(inverse_ptr + position, mask=inside, other=0) < 0
         tl.store(new_inverse_ptr + position, tl.full([BLOCK_R], -1, tl.int32), mask=inside & absent)
@@ -155,7 +166,7 @@ def _routing_pad_kernel(
             begin = tl.load(offsets_ptr + expert, mask=expert < E, other=2147483647)
             owner = tl.sum((begin[None, :] <= position[:, None]).to(tl.int32), axis=1) - 1
             rank = position - tl.load(offsets_ptr + owner, mask=inside & (owner >= 0), other=0)
-            over = (pair >= 0) & (rank >= SPACING)
+            over = (pair >= 0) & (pair < pairs) & (rank >= spacing)
             tl.store(new_inverse_ptr + pair, tl.full([BLOCK_R], -1, tl.int32), mask=over)
 
 
@@ -178,9 +189,9 @@ def _routing_pad_triton(
         *outs,
         order.shape[0],
         rows,
+        block,
         E=num_local,
         E_PADDED=padded_experts,
-        SPACING=block,
         MASKED=masked,
         BLOCK_R=block_r,
         num_warps=8,
@@ -222,8 +233,8 @@ def pad_routing(routing: Routing, *, block: int | None = None, capacity: int | N
         Deterministic.
 
     Raises:
-        TypeError: `routing` is no Routing. ValueError: neither or both of block and capacity, one out of range, or more than
-            2**31 - 2**16 rows.
+        TypeError: `routing` is no Routing, or has fields of another dtype. ValueError: fields that do not belong together; neither or both of
+            block and capacity, one out of range, or more than 2**31 - 2**16 rows.
 
     Cost:
         One launch that writes 12 bytes a row.
@@ -231,9 +242,12 @@ def pad_routing(routing: Routing, *, block: int | None = None, capacity: int | N
     See Also:
         `moe_ops.router.permute.permute`, `moe_ops.combine`; tests/router/test_padding.py.
     """
-    op = "pad_routing"
-    if not isinstance(routing, Routing):
-        raise TypeError(f"{op}: routing must be a Routing, got {type(routing).__name__}")
+    return spread("pad_routing", routing, block, capacity)
+
+
+def spread(op: str, routing: Routing, block: int | None, capacity: int | None) -> PaddedRouting:
+    """`pad_routing` on behalf of `op`, which errors name."""
+    check_routing(op, routing)
     if (block is None) == (capacity is None):
         raise ValueError(f"{op}: give exactly one of block and capacity, got block={block} and capacity={capacity}")
     masked = block is None
@@ -248,3 +262,17 @@ def pad_routing(routing: Routing, *, block: int | None = None, capacity: int | N
         routing.order, routing.counts, routing.offsets, routing.inverse, routing.weights, spacing, masked
     )
     return PaddedRouting(order, experts, row_weights, counts, offsets, inverse, routing.weights, routing, block, capacity)
+
+
+def check_padded(op: str, padded: PaddedRouting) -> None:
+    """Like `check_routing`: tensors of `padded` that kernels can read."""
+    check_routing(op, padded.packed)
+    floats = {"row_weights": padded.row_weights, "weights": padded.weights}
+    ints = {name: getattr(padded, name) for name in ("order", "experts", "counts", "offsets", "inverse")}
+    pairs, local, rows = tuple(padded.packed.ids.shape), padded.packed.num_local_experts, (padded.num_rows,)
+    shapes = {"order": rows, "experts": rows, "row_weights": rows, "counts": (local,), "offsets": (local + 1,), "inverse": pairs, "weights": pairs}
+    if not (
+        all(isinstance(t, torch.Tensor) and tuple(t.shape) == shapes[name] for name, t in {**floats, **ints}.items())
+        and well_formed(tuple(floats.values()), tuple(ints.values()), padded.packed.ids.device)
+    ):
+        check_tensors(op, "routing", floats, {**ints, "packed.ids": padded.packed.ids}, {**shapes, "packed.ids": pairs})

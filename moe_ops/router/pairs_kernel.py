@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+#: Most experts of a routing, global or local: tables of counts hold a row of all local experts, and kernels are tried up to here.
+MAX_EXPERTS = 2048
+
 
 @triton.jit
 def local_expert(raw, ok, map_ptr, num_experts, num_local, first):

@@ -14,7 +14,7 @@ from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div, make_qtensor
 from moe_ops.core.launch import launch
 from moe_ops.core.ops import register
-from moe_ops.router.padding import PaddedRouting, pad_routing
+from moe_ops.router.padding import PaddedRouting, check_padded, spread
 from moe_ops.router.routing import Routing
 
 _DTYPES = (
@@ -36,17 +36,17 @@ def permute_ref(
     """Definition of `moe_ops::permute`; rows that nothing is written to are zero here."""
     out = _permute_fake(x, order, target, total, rows, top_k, columns).zero_()
     pair = order.long()
-    used = (pair >= 0) & (torch.arange(order.shape[0], device=x.device) < total)
+    used = (pair >= 0) & (pair < x.shape[0] * top_k) & (torch.arange(order.shape[0], device=x.device) < total)
     if x.shape[0] and rows:
-        place = torch.arange(order.shape[0], device=x.device) if target is None else target.flatten().long()[pair.clamp(min=0)]
-        used = used & (place >= 0)
+        place = torch.arange(order.shape[0], device=x.device) if target is None else target.flatten().long()[torch.where(used, pair, 0)]
+        used = used & (place >= 0) & (place < rows)
         padded = torch.zeros((rows + 1, x.shape[1]), dtype=x.dtype, device=x.device)
         padded[torch.where(used, place, rows)] = x[torch.where(used, pair, 0) // top_k]
         out.copy_(padded[:rows])
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "stride_xm", "stride_xk", "stride_om", "stride_ok"])
+@triton.jit(do_not_specialize=["rows", "pairs", "out_rows", "stride_xm", "stride_xk", "stride_om", "stride_ok"])
 def _permute_kernel(
     x_ptr,
     order_ptr,
@@ -54,6 +54,8 @@ def _permute_kernel(
     total_ptr,
     out_ptr,
     rows,
+    pairs,
+    out_rows,
     C: tl.constexpr,
     stride_xm,
     stride_xk,
@@ -64,27 +66,31 @@ def _permute_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Tiles of BLOCK_R rows x BLOCK_C columns, shared among a fixed number of programs; only rows below the device's total."""
+    """Tiles of BLOCK_R rows x BLOCK_C columns, shared among a fixed number of programs; only rows below the device's total.
+
+    A pair or place out of range, which only a routing made by hand can hold, counts as none.
+    """
     blocks = tl.cdiv(C, BLOCK_C)
     total = tl.minimum(tl.load(total_ptr), rows)
     for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK_R) * blocks, tl.num_programs(0)):
         row = (tile // blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
         cols = (tile % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
         pair = tl.load(order_ptr + row, mask=row < total, other=-1)
+        present = (pair >= 0) & (pair < pairs)
         place = row
         write = row < total
         if target_ptr is not None:
-            place = tl.load(target_ptr + pair, mask=pair >= 0, other=-1)
-            write = place >= 0
-        source = (tl.maximum(pair, 0) // TOP_K).to(tl.int64) * stride_xm
+            place = tl.load(target_ptr + pair, mask=present, other=-1)
+            write = (place >= 0) & (place < out_rows)
+        source = (tl.where(present, pair, 0) // TOP_K).to(tl.int64) * stride_xm
         place = place.to(tl.int64) * stride_om
         inside = (cols < C)[None, :]
         if UNIT_STRIDE:
-            x = tl.load(x_ptr + source[:, None] + cols[None, :], mask=(pair >= 0)[:, None] & inside, other=0)
+            x = tl.load(x_ptr + source[:, None] + cols[None, :], mask=present[:, None] & inside, other=0)
             tl.store(out_ptr + place[:, None] + cols[None, :], x, mask=write[:, None] & inside)
         else:
             wide = cols.to(tl.int64)[None, :]
-            x = tl.load(x_ptr + source[:, None] + wide * stride_xk, mask=(pair >= 0)[:, None] & inside, other=0)
+            x = tl.load(x_ptr + source[:, None] + wide * stride_xk, mask=present[:, None] & inside, other=0)
             tl.store(out_ptr + place[:, None] + wide * stride_ok, x, mask=write[:, None] & inside)
 
 
@@ -108,6 +114,8 @@ def _permute_triton(
         total,
         out,
         order.shape[0],
+        x.shape[0] * top_k,
+        rows,
         width,
         *x.stride(),
         *out.stride(),
@@ -152,7 +160,8 @@ def permute(
         A copy of bytes.
 
     Raises:
-        TypeError: another dtype. ValueError: shape, device or scale layout that does not fit; block or capacity where they do not belong.
+        TypeError: another dtype, or no routing. ValueError: shape, device or scale layout that does not fit; block or capacity where they do
+            not belong.
 
     Cost:
         One launch (two for a QTensor), one more where the routing is spread out; reads and writes the filled rows.
@@ -164,9 +173,10 @@ def permute(
     if isinstance(routing, PaddedRouting):
         if block is not None or capacity is not None:
             raise ValueError(f"{op}: block and capacity belong to a Routing, got block={block} and capacity={capacity} with a PaddedRouting")
+        check_padded(op, routing)
         padded = routing
     else:
-        padded = pad_routing(routing, block=1 if block is None and capacity is None else block, capacity=capacity)
+        padded = spread(op, routing, 1 if block is None and capacity is None else block, capacity)
     if not isinstance(x, QTensor):
         return _move(op, "x", x, padded, False), padded
     if x.layout not in ("row_major", "mn_major"):

@@ -1,12 +1,13 @@
-"""`route`: from router logits to a `Routing`, two launches (expert choice, token layout), nothing read on the host."""
+"""`route`: from router logits to a `Routing`, one launch for the choice and one or two for the token layout, nothing read on the host."""
 
 import torch
 
 from moe_ops.core import checks
 from moe_ops.core.ops import register
 from moe_ops.router.layout import LayoutTensors, empty_layout, layout_into, routing_layout_ref
+from moe_ops.router.pairs_kernel import MAX_EXPERTS
 from moe_ops.router.routing import Local, Routing, check_num_valid, check_pairs, parse_local
-from moe_ops.router.topk import MAX_EXPERTS, MAX_TOP_K, SCORES, Choice, topk_into, topk_ref
+from moe_ops.router.topk import MAX_TOP_K, SCORES, Choice, topk_into, topk_ref
 
 
 def _route_triton(
@@ -109,11 +110,11 @@ def route(
         reference. Deterministic.
 
     Raises:
-        TypeError: another dtype. ValueError: an unknown score; E above 2048, top_k or groups out of range; a shape, stride or device that
+        TypeError: another dtype or type. ValueError: an unknown score; E above 2048, top_k or groups out of range; a shape, stride or device that
             does not fit; an input that requires grad.
 
     Cost:
-        Two launches. Reads T * E logits; the choice costs about top_k passes over them in registers.
+        Two launches up to 8192 pairs (T * k), three above. Reads T * E logits; the choice costs about top_k passes over them in registers.
 
     See Also:
         `Routing`; tests/router/test_route.py, benchmarks/router/bench_route.py.
@@ -127,6 +128,10 @@ def route(
     tokens, experts = logits.shape
     _check_sizes(op, experts, top_k, n_group, topk_group)
     check_pairs(op, tokens, top_k)
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"{op}: renormalize must be a bool, got {type(renormalize).__name__}")
+    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{op}: scale must be a float, got {type(scale).__name__}")
     if bias is not None:
         checks.is_tensor(op, "bias", bias)
         checks.dtype(op, "bias", bias, (torch.float32,))
@@ -137,7 +142,7 @@ def route(
     check_num_valid(op, num_valid)
     checks.same_device(op, logits=logits, bias=bias, num_valid=num_valid, expert_map=expert_map)
     ids, weights, counts, offsets, order, inverse = _route(
-        logits, top_k, score, bias, n_group, topk_group, bool(renormalize), float(scale), num_valid, num_local, first, expert_map
+        logits, top_k, score, bias, n_group, topk_group, renormalize, float(scale), num_valid, num_local, first, expert_map
     )
     return Routing(ids, weights, counts, offsets, order, inverse, experts, first, expert_map)
 

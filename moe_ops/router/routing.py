@@ -14,6 +14,7 @@ import torch
 
 from moe_ops.core import checks
 from moe_ops.router.layout import MAX_PAIRS, routing_layout
+from moe_ops.router.pairs_kernel import MAX_EXPERTS
 
 if TYPE_CHECKING:
     from moe_ops.router.conversions import ExpertRows
@@ -70,13 +71,13 @@ class Routing:
     def from_topk(
         ids: torch.Tensor, weights: torch.Tensor, num_experts: int, *, num_valid: torch.Tensor | None = None, local: Local = None
     ) -> "Routing":
-        """The `Routing` of expert ids and weights that somebody else chose: one launch, nothing read on the host.
+        """The `Routing` of expert ids and weights that somebody else chose: one launch up to 8192 pairs (T * k), two above; nothing read on the host.
 
         Args:
             ids (T, k), int32 or int64, any strides: global expert ids. Whatever lies outside [0, num_experts) means "no expert", be it
                 -1, num_experts or anything else. The same expert twice in one token is legal and gives two rows.
             weights (T, k), fp32, bf16 or fp16, any strides: widened to fp32, otherwise unchanged.
-            num_experts: number of global experts.
+            num_experts: number of global experts, at most 2048.
             num_valid: int32 or int64 device tensor of one element: rows from there on are padding and are not read. None: all rows are real.
             local: which experts are here. None: all. (first, count): a window. An expert map (num_experts,), int32 or int64: local number of
                 each expert, or -1; then there are `num_experts` local numbers, or `count` of them with (map, count).
@@ -88,11 +89,11 @@ class Routing:
             Deterministic, no atomics.
 
         Raises:
-            TypeError: another dtype. ValueError: shapes that do not fit, more than 2**31 - 2**16 pairs, tensors on several devices, weights
-                that require grad.
+            TypeError: another dtype. ValueError: shapes that do not fit, more than 2048 experts or 2**31 - 2**16 pairs, tensors on several
+                devices, weights that require grad.
 
         Cost:
-            Each program reads all ids twice; T * k * 24 bytes of output.
+            Up to 8192 pairs each program reads all ids twice, above that only those of its chunk; T * k * 24 bytes of output.
 
         See Also:
             `moe_ops.route`; tests/router/test_layout.py, benchmarks/router/bench_layout.py.
@@ -104,7 +105,7 @@ class Routing:
         checks.dtype(op, "weights", weights, _WEIGHT_DTYPES)
         checks.ndim(op, "ids", ids, (2,))
         checks.shape(op, "weights", weights, tuple(ids.shape))
-        checks.int_range(op, "num_experts", num_experts, 1, 2**20)
+        checks.int_range(op, "num_experts", num_experts, 1, MAX_EXPERTS)
         checks.int_range(op, "top_k (the width of ids)", ids.shape[1], 1, 2**16)
         checks.no_grad(op, weights=weights)
         check_pairs(op, ids.shape[0], ids.shape[1])
@@ -136,9 +137,9 @@ class Routing:
 
     def to_m_indices(self, block: int = 128) -> torch.Tensor:
         """Expert of each row of the block-padded form, int32 (P,), -1 in padding: DeepGEMM's m_indices for `permute(.., block=block)`."""
-        from moe_ops.router.padding import pad_routing
+        from moe_ops.router.padding import spread
 
-        return pad_routing(self, block=block).experts
+        return spread("to_m_indices", self, block, None).experts
 
     def to_psum(self, block: int = 128) -> torch.Tensor:
         """End of each expert's filled rows in the block-padded form, int32 (E_local,): DeepGEMM's psum layout."""
@@ -153,9 +154,9 @@ class Routing:
 
     def to_m_indptr(self, block: int = 4) -> torch.Tensor:
         """First row of each expert in the block-padded form, int32 (E_local + 1,): FlashInfer's m_indptr, whose entries are multiples of 4."""
-        from moe_ops.router.padding import pad_routing
+        from moe_ops.router.padding import spread
 
-        return pad_routing(self, block=block).offsets
+        return spread("to_m_indptr", self, block, None).offsets
 
     def to_sorted_block(self, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What vLLM's moe_align_block_size returns.
@@ -167,6 +168,82 @@ class Routing:
         from moe_ops.router.conversions import to_sorted_block
 
         return to_sorted_block(self, block)
+
+
+def well_formed(floats: tuple[torch.Tensor, ...], ints: tuple[torch.Tensor, ...], device: torch.device) -> bool:
+    """Whether tensors are contiguous fp32 and int32 ones of one device, without a gradient; quick, because hot paths ask."""
+    for t in floats:
+        if t.dtype is not torch.float32 or t.requires_grad or t.device != device or not t.is_contiguous():
+            return False
+    for t in ints:
+        if t.dtype is not torch.int32 or t.device != device or not t.is_contiguous():
+            return False
+    return True
+
+
+def check_tensors(op: str, prefix: str, floats: dict[str, torch.Tensor], ints: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Name the first tensor that is not what its kind of field must be; `shapes` holds the shape of each."""
+    named = {f"{prefix}.{name}": t for name, t in {**ints, **floats}.items()}
+    for name, t in named.items():
+        checks.is_tensor(op, name, t)
+    for name, t in named.items():
+        field = name.removeprefix(f"{prefix}.")
+        checks.dtype(op, name, t, (torch.float32,) if field in floats else (torch.int32,))
+        checks.shape(op, name, t, shapes[field])
+        checks.contiguous(op, name, t)
+    checks.same_device(op, **named)
+    checks.no_grad(op, **named)
+
+
+def check_routing(op: str, routing: object) -> None:
+    """`routing` is a `Routing` whose tensors kernels can read: dtypes, shapes that belong together, contiguous, one device, no gradient.
+
+    Cheap where all is well (about 2 us), and reads nothing on the device. A `Routing` made by hand can still hold numbers that fit nothing:
+    kernels skip rows out of range.
+
+    Raises:
+        TypeError: no `Routing`; a field of another dtype. ValueError: shape, stride or device that does not fit, weights that require grad.
+    """
+    if not isinstance(routing, Routing):
+        raise TypeError(f"{op}: routing must be a Routing, got {type(routing).__name__}")
+    ids, weights, counts, offsets, order, inverse = (
+        routing.ids,
+        routing.weights,
+        routing.counts,
+        routing.offsets,
+        routing.order,
+        routing.inverse,
+    )
+    try:
+        shape = ids.shape
+        sound = (
+            len(shape) == 2
+            and weights.shape == shape
+            and inverse.shape == shape
+            and order.dim() == counts.dim() == offsets.dim() == 1
+            and order.shape[0] == shape[0] * shape[1]
+            and offsets.shape[0] == counts.shape[0] + 1
+            and well_formed((weights,), (ids, counts, offsets, order, inverse), ids.device)
+        )
+    except AttributeError:  # a field that is no tensor
+        sound = False
+    if not sound:
+        checks.is_tensor(op, "routing.ids", ids)
+        checks.ndim(op, "routing.ids", ids, (2,))
+        checks.is_tensor(op, "routing.counts", counts)
+        checks.ndim(op, "routing.counts", counts, (1,))
+        tokens, top_k = ids.shape
+        local = counts.shape[0]
+        shapes = {
+            "ids": (tokens, top_k),
+            "weights": (tokens, top_k),
+            "counts": (local,),
+            "offsets": (local + 1,),
+            "order": (tokens * top_k,),
+            "inverse": (tokens, top_k),
+        }
+        ints = {"ids": ids, "counts": counts, "offsets": offsets, "order": order, "inverse": inverse}
+        check_tensors(op, "routing", {"weights": weights}, ints, shapes)
 
 
 def check_pairs(op: str, tokens: int, top_k: int) -> None:

@@ -25,7 +25,6 @@ from moe_ops.router.layout import local_ids_ref
 from moe_ops.router.pairs_kernel import local_expert, valid_tokens
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
-MAX_EXPERTS = 2048
 MAX_TOP_K = 64
 
 # Sort keys below those of all numbers (-inf has -2139095041); the comment at the top says why in this order.

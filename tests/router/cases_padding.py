@@ -1,9 +1,10 @@
-"""Compile cases of the padded forms and of permute."""
+"""Compile cases of the padded forms and of permute. Capacities and blocks share one compiled kernel: by default the capacity is T."""
 
 import importlib
 
 import torch
 
+from moe_ops.core import launch
 from moe_ops.router import padding
 from moe_ops.router.layout import empty_layout
 
@@ -26,7 +27,20 @@ def _move(width, dtype, *, masked=False, columns=False):
     return call
 
 
+def _one_variant(masked):
+    def call():
+        before = len(launch._compiled)
+        for tokens in (1, 8, 9, 10, 16):
+            _pad(tokens, 8, 32, tokens, masked)()
+        kernels = {id(kernel) for _, _, kernel in launch._compiled[before:]}
+        assert len(kernels) == 1, f"{len(kernels)} kernels for 5 capacities or blocks"
+
+    return call
+
+
 COMPILE_CASES = [
+    ("one-variant-for-all-capacities", _one_variant(True)),
+    ("one-variant-for-all-blocks", _one_variant(False)),
     ("block-256-experts", _pad(4, 8, 256, 128, False)),
     ("masked-2048-experts", _pad(4, 8, 2048, 64, True)),
     ("one-expert", _pad(4, 1, 1, 4, False)),

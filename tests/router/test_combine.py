@@ -1,5 +1,6 @@
 """Combine: bit-equal to the reference, weights applied once, skipped rows never read."""
 
+import dataclasses
 import importlib
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from moe_ops.core.numerics import random_topk
+from moe_ops.router.padding import pad_routing
 from moe_ops.router.routing import Routing
 
 module = importlib.import_module("moe_ops.router.combine")
@@ -135,6 +137,24 @@ def bad_calls():
     yield "out must be bfloat16 or float16 or float32, got int32", TypeError, dict(out=torch.empty(4, 16, dtype=torch.int32))
     yield "out must have last stride 1", ValueError, dict(out=torch.empty(16, 4).t())
     yield "routing must be a Routing or PaddedRouting, got Tensor", TypeError, dict(routing=y)
+    routing = routing_of(4, 2, 4)
+    padded = pad_routing(routing, block=1)
+    for form in (routing, padded):
+        narrow = dataclasses.replace(form, weights=form.weights.bfloat16())
+        yield "routing.weights must be float32, got bfloat16", TypeError, dict(routing=narrow)
+        apart = dataclasses.replace(form, weights=form.weights.to("meta"))
+        yield "routing.weights is on meta but routing.", ValueError, dict(routing=apart)
+        grad = dataclasses.replace(form, weights=form.weights.clone().requires_grad_())
+        yield "routing.weights requires grad", ValueError, dict(routing=grad)
+        wide = dataclasses.replace(form, inverse=form.inverse.long())
+        yield "routing.inverse must be int32, got int64", TypeError, dict(routing=wide)
+        short = dataclasses.replace(form, weights=form.weights[:3])
+        yield "routing.weights must have shape (4, 2), got shape (3, 2)", ValueError, dict(routing=short)
+    yield (
+        "routing.ids must be int32, got int64",
+        TypeError,
+        dict(routing=dataclasses.replace(padded, packed=dataclasses.replace(routing, ids=routing.ids.long()))),
+    )
 
 
 @pytest.mark.parametrize("text, error, change", list(bad_calls()), ids=lambda v: v[:40].replace(" ", "-") if isinstance(v, str) else "")

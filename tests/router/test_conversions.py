@@ -136,7 +136,11 @@ def test_per_expert_with_a_capacity(device):
             ValueError,
             "from_sorted_block: sorted_ids must hold a whole number of rows for each of the 3 blocks, got 4",
         ),
-        (lambda t: routing_of().to_psum(0), ValueError, "pad_routing: block must be between 1 and 65536, got 0"),
+        (lambda t: routing_of().to_psum(0), ValueError, "to_psum: block must be between 1 and 65536, got 0"),
+        (lambda t: routing_of().to_m_indices("a"), TypeError, "to_m_indices: block must be an int, got str"),
+        (lambda t: routing_of().to_m_indptr(0), ValueError, "to_m_indptr: block must be between 1 and 65536, got 0"),
+        (lambda t: routing_of().to_sorted_block(0), ValueError, "to_sorted_block: block must be between 1 and 65536, got 0"),
+        (lambda t: routing_of().per_expert("a"), TypeError, "per_expert: capacity must be an int, got str"),
     ],
 )
 def test_bad_input_is_named(call, error, text):

@@ -237,7 +237,7 @@ def bad_calls():
     yield "ids must be 2-D, got shape (4,)", ValueError, dict(ids=ids[:, 0])
     yield "weights must be float32 or bfloat16 or float16, got float64", TypeError, dict(weights=weights.double())
     yield "weights must have shape (4, 2), got shape (3, 2)", ValueError, dict(weights=weights[:3])
-    yield "num_experts must be between 1 and", ValueError, dict(num_experts=0)
+    yield "num_experts must be between 1 and 2048, got 0", ValueError, dict(num_experts=0)
     yield "num_experts must be an int, got float", TypeError, dict(num_experts=8.0)
     yield "weights requires grad", ValueError, dict(weights=weights.clone().requires_grad_())
     yield "num_valid must be a torch.Tensor, got int", TypeError, dict(num_valid=3)
@@ -259,6 +259,14 @@ def test_bad_input_is_named(text, error, change):
     with pytest.raises(error) as raised:
         Routing.from_topk(**call)
     assert text in str(raised.value) and str(raised.value).startswith("Routing.from_topk: ")
+
+
+@pytest.mark.parametrize("tokens", (0, 1, 4096))
+@pytest.mark.parametrize("experts", (2049, 2**19))
+def test_the_limit_of_experts_is_the_same_for_every_batch_size(experts, tokens):
+    for local in (None, (0, 8)):
+        with pytest.raises(ValueError, match=f"Routing.from_topk: num_experts must be between 1 and 2048, got {experts}"):
+            Routing.from_topk(torch.zeros(tokens, 4, dtype=torch.int32), torch.zeros(tokens, 4), experts, local=local)
 
 
 @pytest.mark.parametrize("tokens", (0, 1, 7))

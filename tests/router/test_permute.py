@@ -1,5 +1,6 @@
 """Permute: rows of any dtype land where the padded routing says, and combine brings them back."""
 
+import dataclasses
 import importlib
 import math
 
@@ -137,6 +138,10 @@ def test_empty(tokens, width, device):
     check(device, rows_of(tokens, width), pad_routing(routing_of(tokens, 2, 4), block=8))
 
 
+def on_meta(padded):
+    return {f.name: t.to("meta") for f in dataclasses.fields(padded) if isinstance(t := getattr(padded, f.name), torch.Tensor)}
+
+
 def bad_calls():
     x, routing = rows_of(4, 256), routing_of(4, 2, 4)
     q = make_qtensor(rows_of(4, 256, torch.uint8), torch.ones(1, 2), "fp8_block")
@@ -146,7 +151,14 @@ def bad_calls():
     yield "x must be bfloat16 or float16 or float32", TypeError, dict(x=x.bool())
     yield "x must have shape (4, *), got shape (3, 256)", ValueError, dict(x=x[:3])
     yield "x requires grad", ValueError, dict(x=x.float().requires_grad_())
-    yield "give exactly one of block and capacity", ValueError, dict(block=4, capacity=4)
+    yield "give exactly one of block and capacity, got block=4 and capacity=3", ValueError, dict(block=4, capacity=3)
+    yield "block must be an int, got str", TypeError, dict(block="a")
+    yield "capacity must be between 1 and", ValueError, dict(capacity=0)
+    narrow = dataclasses.replace(routing, weights=routing.weights.bfloat16())
+    yield "routing.weights must be float32, got bfloat16", TypeError, dict(routing=narrow)
+    padded = pad_routing(routing, block=4)
+    yield "routing.order must be contiguous", ValueError, dict(routing=dataclasses.replace(padded, order=padded.order.repeat_interleave(2)[::2]))
+    yield "routing.packed.ids is on", ValueError, dict(routing=dataclasses.replace(padded, **on_meta(padded)))
     yield "block and capacity belong to a Routing", ValueError, dict(routing=pad_routing(routing, block=4), block=4)
     yield "routing must be a Routing, got Tensor", TypeError, dict(routing=x)
     yield "x must be quantized as an activation, in blocks (1, 128), got (128, 128)", ValueError, dict(x=q)
@@ -158,7 +170,35 @@ def test_bad_input_is_named(text, error, change):
     call = {"x": rows_of(4, 256), "routing": routing_of(4, 2, 4), **change}
     with pytest.raises(error) as raised:
         permute(call.pop("x"), call.pop("routing"), **call)
-    assert text in str(raised.value)
+    assert text in str(raised.value) and str(raised.value).startswith("permute: ")
+
+
+@pytest.mark.parametrize("columns", (False, True))
+@pytest.mark.parametrize("masked", (False, True))
+def test_numbers_out_of_range_are_skipped(masked, columns, device):
+    """A `Routing` made by hand can hold anything: rows of x that do not exist are not read, rows of the output not written."""
+    memory = torch.full((6, 16), 9.0, device=device)  # x in the middle, as if its neighbours were other tensors
+    x = memory[1:4]
+    x.copy_(rows_of(3, 16, torch.float32))
+    huge = 2**31 - 1
+    order = torch.tensor([6, 0, -7, 5, huge, 3], dtype=torch.int32, device=device)  # 3 tokens, k = 2: pairs 0 .. 5 exist
+    target = torch.tensor([[4, 1], [huge, -9], [0, 2]], dtype=torch.int32, device=device) if masked else None
+    total = torch.tensor([huge], dtype=torch.int32, device=device)
+    out = module._permute_triton(x, order, target, total, 4 if masked else 6, 2, columns)
+    wanted = module.permute_ref(x, order, target, total, 4 if masked else 6, 2, columns)
+    if masked:  # pair 0 has no row 4, pair 3 no row -9; pair 5 goes to row 2
+        assert torch.equal(out[2], x[2]) and torch.equal(wanted[2], x[2]) and bool((wanted[[0, 1, 3]] == 0).all())
+    else:
+        assert torch.equal(out, wanted) and torch.equal(out[[1, 3, 5]], x[[0, 2, 1]]) and bool((out[[0, 2, 4]] == 0).all())
+
+
+def test_a_routing_of_garbage_reads_and_writes_nothing_out_of_range(device):
+    routing = routing_of(4, 2, 4, device)
+    rows = dataclasses.replace(routing, order=torch.full_like(routing.order, 2**30), inverse=torch.full_like(routing.inverse, 2**30))
+    for form in ({"block": 4}, {"capacity": 4}):
+        out, padded = permute(rows_of(4, 16).to(device), rows, **form)
+        assert bool((padded.order == -1).all()) and bool((padded.row_weights == 0).all())
+        assert bool((out[: int(padded.offsets[-1])] == 0).all()) or "capacity" in form
 
 
 @pytest.mark.parametrize("tokens, experts, form", [(5, 1, {"block": 1}), (0, 8, {"block": 4}), (5, 8, {"block": 4}), (5, 8, {"capacity": 3})])

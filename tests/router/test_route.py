@@ -356,6 +356,16 @@ def bad_calls():
     yield "num_valid must be int32 or int64, got float32", TypeError, dict(num_valid=torch.ones(1))
     yield "local[0] (first expert) must be between 0 and 7, got 8", ValueError, dict(local=(8, 1))
     yield "tokens * top_k must be at most", ValueError, dict(logits=torch.zeros(1, 8).expand(2**29, 8), top_k=4)
+    yield "scale must be a float, got str", TypeError, dict(scale="a")
+    yield "scale must be a float, got NoneType", TypeError, dict(scale=None)
+    yield "scale must be a float, got Tensor", TypeError, dict(scale=torch.ones(()))  # a float of it would wait for the device
+    yield "scale must be a float, got bool", TypeError, dict(scale=True)
+    yield "renormalize must be a bool, got str", TypeError, dict(renormalize="a")
+    yield "n_group must be an int, got str", TypeError, dict(n_group="a")
+    yield "topk_group must be an int, got NoneType", TypeError, dict(topk_group=None)
+    yield "score must be one of 'softmax', 'topk_softmax', 'sigmoid', 'sqrt_softplus', got None", ValueError, dict(score=None)
+    yield "local[0] (first expert) must be an int, got str", TypeError, dict(local=("a", 2))
+    yield "num_valid must be a torch.Tensor, got str", TypeError, dict(num_valid="a")
 
 
 @pytest.mark.parametrize("text, error, change", list(bad_calls()), ids=lambda v: v[:40].replace(" ", "-") if isinstance(v, str) else "")

@@ -1,14 +1,18 @@
 """`Routing` in its surroundings: inside torch.compile, inside CUDA graphs, without host syncs, with no kernels but ours."""
 
+import dataclasses
+import time
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from moe_ops.core.launch import freeze
 from moe_ops.core.numerics import random_topk
 from moe_ops.router.combine import combine
 from moe_ops.router.permute import permute
 from moe_ops.router.route import route
-from moe_ops.router.routing import Routing
+from moe_ops.router.routing import Routing, check_routing
 
 FIELDS = ("ids", "weights", "counts", "offsets", "order", "inverse")
 DEEPSEEK = dict(score="sigmoid", n_group=8, topk_group=4, renormalize=True, scale=2.5)
@@ -37,6 +41,58 @@ def test_routing_is_frozen_and_compares_by_identity():
     with pytest.raises(AttributeError):
         routing.num_experts = 5
     assert routing == routing and routing != Routing.from_topk(*random_topk(2, 4, 2), 4) and len({routing}) == 1
+
+
+def made_by_hand():
+    r = Routing.from_topk(*random_topk(4, 8, 2), 8)
+    for name in FIELDS:
+        t = getattr(r, name)
+        kind = "float32" if name == "weights" else "int32"
+        yield f"routing.{name} must be a torch.Tensor, got list", TypeError, {name: t.tolist()}
+        yield f"routing.{name} must be {kind}, got int64", TypeError, {name: t.long()}
+        yield f"routing.{name} must be contiguous", ValueError, {name: t.repeat_interleave(2, -1)[..., ::2]}
+        yield (
+            f"routing.{name} is on meta but" if name != "ids" else "routing.counts is on cpu but routing.ids is on meta",
+            ValueError,
+            {name: t.to("meta")},
+        )
+    yield "routing.weights must be float32, got bfloat16", TypeError, {"weights": r.weights.bfloat16()}
+    yield "routing.weights requires grad", ValueError, {"weights": r.weights.clone().requires_grad_()}
+    yield "routing.weights must have shape (4, 2), got shape (4, 1)", ValueError, {"weights": r.weights[:, :1].contiguous()}
+    yield "routing.ids must be 2-D", ValueError, {"ids": r.ids.view(-1)}
+    yield "routing.counts must be 1-D", ValueError, {"counts": r.counts.view(1, -1)}
+    yield "routing.offsets must have shape (9", ValueError, {"offsets": r.offsets[1:].clone()}
+    yield "routing.order must have shape (8", ValueError, {"order": r.order[:7]}
+    yield "routing.inverse must have shape (4, 2)", ValueError, {"inverse": r.inverse.view(-1)}
+
+
+@pytest.mark.parametrize("text, error, change", list(made_by_hand()), ids=lambda v: v[:40].replace(" ", "-") if isinstance(v, str) else "")
+def test_what_is_wrong_with_a_routing_made_by_hand_is_named(text, error, change):
+    routing = dataclasses.replace(Routing.from_topk(*random_topk(4, 8, 2), 8), **change)
+    with pytest.raises(error) as raised:
+        check_routing("some_op", routing)
+    assert text in str(raised.value) and str(raised.value).startswith("some_op: ")
+
+
+def test_a_routing_is_checked_by_type_and_not_by_what_it_looks_like():
+    with pytest.raises(TypeError, match="some_op: routing must be a Routing, got tuple"):
+        check_routing("some_op", random_topk(4, 8, 2))
+
+
+def test_sound_routings_pass_their_check_quickly():
+    for tokens in (0, 1, 5):
+        routing = Routing.from_topk(*random_topk(tokens, 8, 2), 8, local=(2, 4))
+        check_routing("some_op", routing)
+    best = min(duration(lambda: check_routing("some_op", routing)) for _ in range(200))
+    assert best < 30e-6, "far above the usual 2 us, for slow machines"
+    with torch.no_grad():
+        check_routing("some_op", dataclasses.replace(routing, weights=routing.weights.clone().requires_grad_()))
+
+
+def duration(call):
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
@@ -140,6 +196,26 @@ def test_no_host_sync_anywhere():
         everything()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+def test_token_counts_share_one_compile():
+    """Capacities that are the number of tokens, as by default, are no constants of a kernel."""
+
+    def everything(tokens):
+        routing = route(logits_of(tokens, 48, "cuda"), 3, renormalize=True)
+        routing.per_expert(), routing.to_psum()
+        x = torch.randn(tokens, 264, device="cuda")
+        for form in ({"capacity": tokens}, {"block": 32}):
+            combine(*permute(x, routing, **form))
+
+    everything(2)
+    freeze()
+    try:
+        for tokens in (1, 8, 9, 10, 16, 17):
+            everything(tokens)
+    finally:
+        freeze(False)
 
 
 @pytest.mark.gpu
