@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ops.core.formats import E4M3, FP8_BLOCK, MXFP8, Format, QTensor, as_bytes, as_e4m3
+from moe_ops.core.formats import E4M3, MIN_SCALE, MXFP8, Format, QTensor, as_bytes, as_e4m3
 from moe_ops.core.numerics import decode_e8m0
+from moe_ops.layer.arguments import check_scales
 from moe_ops.layer.folding import capturing, fold_pair, state_of
 from moe_ops.layer.load import ExpertWeights, Weight
 
@@ -30,16 +31,34 @@ class Exact(nn.Module):
             if id(t) not in keep:
                 return fn(t)
             as_int = torch.uint8 if t.element_size() == 1 else torch.int32
-            return fn(t.view(as_int)).view(t.dtype)
+            moved = fn(t.view(as_int))
+            if moved.dtype != as_int:  # type(dtype) converts integers too
+                moved = t.view(as_int).to(moved.device)
+            return moved.view(t.dtype)
 
         return super()._apply(apply, recurse)
 
+    def requires_grad_(self, requires_grad: bool = True) -> "Exact":
+        """As `Module.requires_grad_`; quantized experts have no gradients and refuse True."""
+        if requires_grad and any(isinstance(m, Experts) and m.format is not None for m in self.modules()):
+            raise ValueError("MoELayer: requires_grad_(True) on quantized experts, which are for inference only and have no gradients")
+        super().requires_grad_(requires_grad)
+        return self
+
+    def loadable(self, state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        """The entries below `prefix` for `exact` tensors, as they will be copied.
+
+        Raises:
+            ValueError: one that this module cannot hold, named.
+        """
+        return {prefix + n: _bits(prefix + n, state[prefix + n], getattr(self, n)) for n in self.exact() if prefix + n in state}
+
     def _load_from_state_dict(self, state_dict: Mapping[str, torch.Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
-        state = dict(state_dict)
-        for name in self.exact():
-            if prefix + name in state:
-                state[prefix + name] = _bits(prefix + name, state[prefix + name], getattr(self, name))
-        super()._load_from_state_dict(state, prefix, *args, **kwargs)
+        own = self.loadable(state_dict, prefix)
+        for name, child in self.named_modules():  # all of them before the first copy: a layer is loaded whole or not at all
+            if child is not self and isinstance(child, Exact):
+                child.loadable(state_dict, f"{prefix}{name}.")
+        super()._load_from_state_dict(dict(state_dict) | own, prefix, *args, **kwargs)
 
 
 def _bits(name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -49,14 +68,14 @@ def _bits(name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         t = as_e4m3(t)
     elif like.dtype == torch.uint8:
         t = as_bytes(t)
-        if t.dtype == torch.uint8 and bool((t == 255).any()):
-            raise ValueError(f"MoELayer: {name!r} holds the E8M0 byte 255, which is NaN")
     elif t.dtype == torch.float8_e8m0fnu:
-        t = decode_e8m0(as_bytes(t))
+        t = decode_e8m0(as_bytes(t)).clamp_min(MIN_SCALE)
     elif t.dtype in (torch.bfloat16, torch.float16):
         t = t.float()
     if t.dtype != like.dtype:
         raise ValueError(f"MoELayer: {name!r} must be {like.dtype} as in this layer, got {t.dtype}; build the layer with from_state_dict instead")
+    if name.endswith("_scale_inv"):
+        check_scales(repr(name), t)
     return t
 
 
@@ -74,12 +93,13 @@ class Experts(Exact):
         super().__init__()
         self.format: Format | None = None
         self.rules = ("unknown", "unknown")
+        self.block = (1, 1)
         self.fold = True
         self._folded: tuple[QTensor, QTensor] | None = None
         self._folded_from: tuple[object, ...] = ()
         w13, w2 = weights.w13, weights.w2
         if isinstance(w13, QTensor) and isinstance(w2, QTensor):
-            self.format, self.rules = w13.format, (w13.rule, w2.rule)
+            self.format, self.block, self.rules = w13.format, w13.block, (w13.rule, w2.rule)
         for name, w in (("gate_up_proj", w13), ("down_proj", w2)):
             self.register_parameter(name, _frozen(w.data if isinstance(w, QTensor) else w))
             self.register_parameter(f"{name}_scale_inv", _frozen(w.scale) if isinstance(w, QTensor) else None)
@@ -92,15 +112,26 @@ class Experts(Exact):
             return []
         return ["gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"]
 
+    def loadable(self, state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        """See `Exact.loadable`; also refuses quantized weights for a layer in 16 bit, where the base class would convert the elements."""
+        for name in ("gate_up_proj", "down_proj") if self.format is None else ():
+            data, scale = prefix + name, f"{prefix}{name}_scale_inv"
+            if scale in state or (data in state and state[data].element_size() == 1):
+                raise ValueError(
+                    f"MoELayer: {(scale if scale in state else data)!r} is quantized, but this layer holds {getattr(self, name).dtype}; "
+                    f"build the layer with from_state_dict instead"
+                )
+        return super().loadable(state, prefix)
+
     def weights(self) -> tuple[Weight, Weight]:
         """(w13, w2) over the module's own storage."""
         f = self.format
         if f is None:
             return self.gate_up_proj, self.down_proj
         assert self.gate_up_proj_scale_inv is not None and self.down_proj_scale_inv is not None
-        segments = 2 if f is FP8_BLOCK else 1
-        w13 = QTensor(self.gate_up_proj, self.gate_up_proj_scale_inv, f, f.weight_block, "row_major", self.rules[0], segments)
-        return w13, QTensor(self.down_proj, self.down_proj_scale_inv, f, f.weight_block, "row_major", self.rules[1])
+        segments = 2 if self.block[0] > 1 else 1
+        w13 = QTensor(self.gate_up_proj, self.gate_up_proj_scale_inv, f, self.block, "row_major", self.rules[0], segments)
+        return w13, QTensor(self.down_proj, self.down_proj_scale_inv, f, self.block, "row_major", self.rules[1])
 
     def ready(self) -> tuple[Weight, Weight]:
         """(w13, w2) as the kernels read them: the folded copies where `prepare_weights` made some, else the stored weights."""

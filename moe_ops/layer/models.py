@@ -121,7 +121,9 @@ def model_moe(config: Any, **overrides: Any) -> ModelMoE:
         )
     family = FAMILIES[kind]
     experts = _get(config, "n_routed_experts", "num_local_experts", "num_experts")
-    top_k = overrides.pop("top_k", None) or _get(config, "num_experts_per_tok")
+    top_k = overrides.pop("top_k", None)
+    if top_k is None:
+        top_k = _get(config, "num_experts_per_tok")
     if experts is None or top_k is None:
         raise ValueError("MoELayer.from_state_dict: config must have num_experts (or n_routed_experts) and num_experts_per_tok")
     options: dict[str, Any] = {"score": family.score, "renormalize": family.renormalize}

@@ -1,7 +1,8 @@
 """`MoELayer`: router, experts and an optional shared expert as one module, in bf16 or quantized.
 
 forward: logits = hidden @ gate^T (fp32) -> route -> fused_moe (+ shared expert). On CUDA, with the router in hidden's 16-bit dtype, every
-step is a kernel of this library: one for the logits, two for the routing, five for the experts. A router in fp32 goes through torch.
+step is a kernel of this library: one for the logits, two for the routing (three above 8192 pairs of token and expert), five for the experts.
+A router in fp32 goes through torch.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from moe_ops.core import checks
 from moe_ops.core.formats import Format, QTensor
 from moe_ops.gemm.grouped import grouped_gemm
+from moe_ops.layer.arguments import check_layer, check_local
 from moe_ops.layer.folding import prepare_at
 from moe_ops.layer.from_checkpoint import read_layer
 from moe_ops.layer.fused import Workspace, fused_moe, make_workspace
@@ -21,12 +23,13 @@ from moe_ops.layer.load import ExpertWeights, in_format
 from moe_ops.layer.models import RoutingOptions, model_moe
 from moe_ops.quant.activation import Activation
 from moe_ops.router.route import route
-from moe_ops.router.routing import Routing
+from moe_ops.router.routing import Routing, check_num_valid
 
 __all__ = ["MoELayer"]
 
 #: "All rows": the GEMM clamps counts to the capacity, so the router needs no count for each batch size.
 _ALL_ROWS = 2**31 - 1
+_HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class MoELayer(Experts):
@@ -40,7 +43,8 @@ class MoELayer(Experts):
 
     Args:
         gate: router weight (E, H), over all experts, also when `local` keeps a part of them here.
-        experts: stacked weights of the local experts.
+        experts: stacked weights of the local experts: bf16 or fp16, or quantized with row-major scales, both in one format. fp8_block w13 (and
+            mxfp8 folded to 128x128, which is kept as it is) has segments=2; where I % 128 = 0, segments=1 means the same.
         routing: `RoutingOptions`.
         act: activation of the experts and of the shared expert.
         gate_bias: (E,) added to the logits (gpt-oss), or None.
@@ -68,7 +72,7 @@ class MoELayer(Experts):
         shared: ExpertWeights | None = None,
         shared_gate: torch.Tensor | None = None,
     ) -> None:
-        _check(gate, experts, gate_bias, correction_bias, local, shared, shared_gate)
+        experts, shared = check_layer(gate, experts, routing, act, gate_bias, correction_bias, local, shared, shared_gate)
         super().__init__(experts)
         self.routing, self.act, self.local = routing, act or Activation(), local
         self.gate = Gate(gate, gate_bias, correction_bias)
@@ -122,6 +126,9 @@ class MoELayer(Experts):
         """
         if (shared_w13 is None) != (shared_w2 is None):
             raise ValueError("MoELayer: shared_w13 and shared_w2 must be given together")
+        for name, w in (("gate", gate), ("w13", w13), ("w2", w2), ("shared_w13", shared_w13), ("shared_w2", shared_w2)):
+            if w is not None or name in ("gate", "w13", "w2"):
+                checks.is_tensor("MoELayer", name, w)
         shared = None
         if shared_w13 is not None and shared_w2 is not None:
             shared = in_format(ExpertWeights(shared_w13[None], shared_w2[None]), format, "shared expert")
@@ -152,10 +159,12 @@ class MoELayer(Experts):
         """A layer over quantized weights, which are used as they are; arguments as in `from_weights`, `shared` is (w13, w2) with E = 1.
 
         Raises:
-            TypeError, ValueError: as `MoELayer`.
+            TypeError, ValueError: as `MoELayer`; scales that hold NaN, which are looked for on the host.
         """
         if not (isinstance(w13, QTensor) and isinstance(w2, QTensor)):
             raise TypeError(f"MoELayer: w13 and w2 must be QTensor, got {type(w13).__name__} and {type(w2).__name__}")
+        if shared is not None and not (isinstance(shared, tuple) and len(shared) == 2 and all(isinstance(w, QTensor) for w in shared)):
+            raise TypeError("MoELayer: shared must be None or a tuple of two QTensor, (w13, w2)")
         return cls(
             gate,
             ExpertWeights(w13, w2, b13, b2),
@@ -195,7 +204,9 @@ class MoELayer(Experts):
             KeyError: a missing tensor, named.
             ValueError: an unknown model_type or dialect, or a tensor that contradicts it, named.
         """
-        return cls(**read_layer(sd, prefix, model_moe(config, **routing), format, local, device))
+        model = model_moe(config, **routing)
+        check_local(local, model.num_experts)  # before anything large is read
+        return cls(**read_layer(sd, prefix, model, format, local, device))
 
     # ---- running it
 
@@ -213,7 +224,7 @@ class MoELayer(Experts):
         Args:
             hidden: (.., H), bf16, fp16 or fp32, contiguous; unquantized experts need hidden in their own dtype.
             num_valid: int32 device tensor of one element: rows (of the flattened hidden) from there on are padding and can hold anything.
-            out: tensor like `hidden` that receives the result.
+            out: tensor like `hidden` that receives the result; may be `hidden`.
             workspace: from `make_workspace`; with `out`, the experts then allocate nothing.
             impl: of the experts: "triton", "torch" (the reference; reads counts on the host) or None.
 
@@ -227,11 +238,14 @@ class MoELayer(Experts):
             TypeError, ValueError: arguments that do not fit, named.
             RuntimeError: a first compile under graph capture or after `freeze()`.
 
-        Cost: eight launches, and five more and two small ones for a shared expert.
+        Cost: eight launches, nine above 8192 pairs of token and expert (T * top_k); about ten more for a shared expert.
         """
         op = "MoELayer"
         checks.is_tensor(op, "hidden", hidden)
+        checks.dtype(op, "hidden", hidden, _HIDDEN if self.format is not None else (self.gate_up_proj.dtype,))
         checks.contiguous(op, "hidden", hidden)
+        check_num_valid(op, num_valid)
+        checks.same_device(op, hidden=hidden, num_valid=num_valid, out=out if isinstance(out, torch.Tensor) else None, gate=self.gate.weight)
         checks.no_grad(op, hidden=hidden, **{"gate.weight": self.gate.weight})
         if hidden.dim() == 0 or hidden.shape[-1] != self.gate.weight.shape[1]:
             raise ValueError(f"{op}: hidden must have H = {self.gate.weight.shape[1]} columns, got shape {tuple(hidden.shape)}")
@@ -242,7 +256,9 @@ class MoELayer(Experts):
         x = hidden.view(-1, hidden.shape[-1])
         flat = None
         if out is not None:
+            checks.is_tensor(op, "out", out)
             checks.shape(op, "out", out, tuple(hidden.shape))
+            checks.dtype(op, "out", out, (hidden.dtype,))
             checks.contiguous(op, "out", out)
             flat = out.view(x.shape)
         o = self.routing
@@ -260,9 +276,10 @@ class MoELayer(Experts):
         )
         w13, w2 = self.ready()
         b13, b2 = self.gate_up_proj_bias, self.down_proj_bias
+        shared = None if self.shared_expert is None else self._shared(x, num_valid, impl)  # first: `out` may lie over hidden
         y = fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=self.act, out=flat, workspace=workspace, impl=impl)
-        if self.shared_expert is not None:
-            y.add_(self._shared(x, num_valid, impl))
+        if shared is not None:
+            y.add_(shared)
         return out if out is not None else y.view(hidden.shape)
 
     def router_logits(self, x: torch.Tensor, num_valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -308,6 +325,10 @@ class MoELayer(Experts):
         self(hidden)
         self(hidden, num_valid=torch.full((1,), tokens, dtype=torch.int32, device=hidden.device))
 
+    def exact(self) -> list[str]:
+        """Also the count that the router reads, under `type(dtype)`."""
+        return [*super().exact(), "_all_rows"]
+
     def _apply(self, fn: Any, recurse: bool = True) -> "MoELayer":
         super()._apply(fn, recurse)
         self._all_rows.fill_(_ALL_ROWS)  # to_empty() leaves buffers undefined
@@ -329,45 +350,3 @@ def _linear(x: torch.Tensor, gate: Gate, num_valid: torch.Tensor | None, all_row
         rows = None if bias is None else bias.unsqueeze(0)
         return grouped_gemm(x.unsqueeze(0), w.unsqueeze(0), counts, bias=rows, out_dtype=torch.float32).squeeze(0)
     return F.linear(x.float(), w.float(), None if bias is None else bias.float())
-
-
-def _check(
-    gate: torch.Tensor,
-    experts: ExpertWeights,
-    gate_bias: torch.Tensor | None,
-    correction_bias: torch.Tensor | None,
-    local: tuple[int, int] | None,
-    shared: ExpertWeights | None,
-    shared_gate: torch.Tensor | None,
-) -> None:
-    op = "MoELayer"
-    checks.is_tensor(op, "gate", gate)
-    checks.ndim(op, "gate", gate, (2,))
-    checks.dtype(op, "gate", gate, (torch.bfloat16, torch.float16, torch.float32))
-    total, hidden = gate.shape
-    if isinstance(experts.w13, QTensor) != isinstance(experts.w2, QTensor):
-        raise TypeError(f"{op}: w13 and w2 must both be quantized or both be floating")
-    count = total if local is None else local[1]
-    if local is not None and not (0 <= local[0] and 1 <= count and local[0] + count <= total):
-        raise ValueError(f"{op}: local must lie within the {total} experts of gate, got (first, count) = {local}")
-    shape = tuple(experts.w13.shape)
-    if len(shape) != 3 or shape[0] != count or shape[1] % 2 or shape[2] != hidden:
-        raise ValueError(f"{op}: w13 must have shape ({count}, 2I, {hidden}) for {count} local experts and this gate, got {shape}")
-    if tuple(experts.w2.shape) != (count, hidden, shape[1] // 2):
-        raise ValueError(f"{op}: w2 must have shape {(count, hidden, shape[1] // 2)}, got {tuple(experts.w2.shape)}")
-    if shared is not None and (shared.w13.shape[0] != 1 or shared.w13.shape[2] != hidden or shared.w2.shape[1] != hidden):
-        raise ValueError(f"{op}: shared must be a stack of one expert with H = {hidden}, got {tuple(shared.w13.shape)} and {tuple(shared.w2.shape)}")
-    if shared_gate is not None:
-        if shared is None:
-            raise ValueError(f"{op}: shared_gate needs a shared expert")
-        checks.shape(op, "shared_gate", shared_gate, (1, hidden))
-    for name, t, wanted in (
-        ("gate_bias", gate_bias, (total,)),
-        ("correction_bias", correction_bias, (total,)),
-        ("b13", experts.b13, (count, shape[1])),
-        ("b2", experts.b2, (count, hidden)),
-    ):
-        if t is not None:
-            checks.shape(op, name, t, wanted)
-    data13, data2 = (w.data if isinstance(w, QTensor) else w for w in (experts.w13, experts.w2))
-    checks.same_device(op, gate=gate, w13=data13, w2=data2, gate_bias=gate_bias, correction_bias=correction_bias, b13=experts.b13, b2=experts.b2)

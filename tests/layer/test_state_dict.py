@@ -126,9 +126,13 @@ def test_moving_and_casting_keep_every_bit(format, device, tmp_path):
         lambda m: m.to(torch.bfloat16),
         lambda m: m.float(),
         lambda m: m.to(device, torch.bfloat16),
+        lambda m: m.double(),
+        lambda m: m.type(torch.float64),
+        lambda m: m.type(torch.bfloat16),
         lambda m: m.cpu(),
     ):
         change(layer)
+        assert layer._all_rows.dtype == torch.int32 and int(layer._all_rows) == 2**31 - 1
         after = layer.state_dict()
         for name in before:
             if name != "gate.weight":
@@ -140,6 +144,36 @@ def test_moving_and_casting_keep_every_bit(format, device, tmp_path):
     empty = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
     empty.load_state_dict(layer.state_dict())
     assert torch.equal(empty(x), layer(x)) and int(empty._all_rows) == 2**31 - 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("have", "come"), [(a, b) for a in FORMATS for b in FORMATS if a != b])
+def test_another_format_is_refused_before_anything_is_copied(have, come, strict):
+    """Copied as numbers, e4m3 elements would become bf16 weights without their scales; the router must not change either."""
+    kw = {"shared_w13": torch.randn(192, H).bfloat16(), "shared_w2": torch.randn(H, 96).bfloat16()}
+    layer, other = make(have, **kw), make(come, **kw)
+    state = {k: torch.zeros_like(v) if k == "gate.weight" else v for k, v in other.state_dict().items()}
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    with pytest.raises(ValueError, match="MoELayer: '.*gate_up_proj.*' (is quantized, but this layer holds|must be .* as in this layer)"):
+        layer.load_state_dict(state, strict=strict)
+    same_state(layer.state_dict(), before)
+    # the shared expert alone is of another format: a child's mismatch is found before the parent copies
+    mixed = before | {k: v for k, v in state.items() if k.startswith("shared_expert.") or k == "gate.weight"}
+    with pytest.raises(ValueError, match="MoELayer: 'shared_expert"):
+        layer.load_state_dict({k: torch.zeros_like(v) if k == "gate_up_proj" else v for k, v in mixed.items()}, strict=strict)
+    same_state(layer.state_dict(), before)
+
+
+@pytest.mark.parametrize(("format", "value"), [("fp8_block", float("nan")), ("fp8_block", float("inf")), ("fp8_block", 0.0), ("mxfp8", 255)])
+def test_scales_that_are_no_numbers_are_not_loaded(format, value):
+    layer = make(format)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    state = {k: v.clone() for k, v in before.items()}
+    state["down_proj_scale_inv"].view(-1)[5] = value
+    state["gate.weight"].zero_()
+    with pytest.raises(ValueError, match="MoELayer: 'down_proj_scale_inv' holds (a scale that is NaN|the E8M0 byte 255)"):
+        layer.load_state_dict(state)
+    same_state(layer.state_dict(), before)
 
 
 def test_missing_tensors_of_a_checkpoint_are_named():
