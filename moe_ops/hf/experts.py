@@ -71,6 +71,7 @@ class Plan:
         block: (rows, columns) of one scale of the weights that are used.
         names: parameters that `derived` was made from.
         key: identifies the state of those parameters.
+        dtypes: of the parameters when the plan was made.
         w13, w2, b13, s13, s2: what replaces the parameter of that role, or None: rearranged copies of weights in another layout, folded copies
             (`moe_ops.quant.fold`), scales in the dtype the kernels read.
         owned: those of them that are copies, not views of a parameter.
@@ -81,12 +82,17 @@ class Plan:
     block: tuple[int, int] = (1, 1)
     names: tuple[str, ...] = ()
     key: tuple[Any, ...] = ()
+    dtypes: tuple[torch.dtype | None, ...] = ()
     w13: torch.Tensor | None = None
     w2: torch.Tensor | None = None
     b13: torch.Tensor | None = None
     s13: torch.Tensor | None = None
     s2: torch.Tensor | None = None
     owned: set[str] = field(default_factory=set)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies belong to the module they were made for: a pickled or copied model makes its own
+        return self.__dict__ | {"key": (), "owned": set()} | dict.fromkeys(("w13", "w2", "b13", "s13", "s2"))
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -156,6 +162,11 @@ def run(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top
         s2 = plan.s2 if plan.s2 is not None else module.down_proj_scale_inv
         w13 = QTensor(w13, s13, f, plan.block, "row_major", "unknown", 2 if plan.block[0] > 1 else 1)
         w2 = QTensor(w2, s2, f, plan.block, "row_major", "unknown", 1)
+    elif not hidden_states.dtype == w13.dtype == w2.dtype:
+        raise ValueError(
+            f"moe_ops: {type(module).__name__} has hidden_states in {hidden_states.dtype}, gate_up_proj in {w13.dtype} and down_proj in {w2.dtype}; "
+            f"16-bit experts need one dtype: load or convert the whole model to it"
+        )
     x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     routing = Routing.from_topk(top_k_index, top_k_weights, w13.shape[0])
     return fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=plan.act, impl=impl).view(hidden_states.shape)
@@ -175,10 +186,13 @@ def prepare(module: Any) -> None:
         ValueError: the module cannot run through moe_ops.
     """
     plan = module.__dict__.get(_PLAN)
-    if plan is None:
+    dtypes = tuple(getattr(getattr(module, n, None), "dtype", None) for n in _QUANTIZED_NAMES)
+    if plan is None or plan.dtypes != dtypes:  # .half() and its kind write other numbers into the parameters of a plan that still looks right
         if capturing():
             raise RuntimeError(f"moe_ops: {type(module).__name__} was never run before capture: call the model or moe_ops.hf.prepare_model first")
-        plan = module.__dict__[_PLAN] = _make_plan(module)
+        plan = _make_plan(module)
+        plan.dtypes = dtypes
+        module.__dict__[_PLAN] = plan
     if plan.names:
         key = (getattr(module, FOLD, True), *state_of(*(getattr(module, n) for n in plan.names)))
         if key != plan.key:
@@ -221,6 +235,10 @@ def inspect(module: Any) -> Activation:
 def _make_plan(module: Any) -> Plan:
     owner, act = type(module).__name__, inspect(module)
     plan = Plan(act, _format_of(module, module.gate_up_proj, owner))
+    if module.down_proj.dtype != module.gate_up_proj.dtype:
+        raise ValueError(
+            f"moe_ops: {owner} has gate_up_proj in {module.gate_up_proj.dtype} and down_proj in {module.down_proj.dtype}; they must agree"
+        )
     rearranged = bool(module.is_transposed) or not module.is_concatenated
     if plan.format is None:
         if rearranged:
@@ -268,7 +286,7 @@ def _format_of(module: Any, w13: torch.Tensor, owner: str) -> Format | None:
         return fmt
     if w13.dtype in _16BIT and scale is None:
         return None
-    if w13.dtype in _16BIT:
+    if w13.dtype.is_floating_point and scale is not None:
         raise ValueError(f"moe_ops: {owner}.gate_up_proj is {w13.dtype} but has a scale: was a quantized model converted by .to(dtype)?")
     hint = "FP4 packed in int8 is not supported" if w13.dtype == torch.int8 else "load the model with dtype=torch.bfloat16"
     raise ValueError(f"moe_ops: {owner}.gate_up_proj must be bfloat16, float16 or float8_e4m3fn, got {w13.dtype}: {hint}")

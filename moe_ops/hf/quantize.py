@@ -40,7 +40,9 @@ class QuantizeReport:
         )
 
 
-def quantize_model_(model: Any, format: str | Format, *, rule: str | None = None, skip: Iterable[str] = (), fold: bool = True) -> QuantizeReport:
+def quantize_model_(
+    model: Any, format: str | Format, *, rule: str | None = None, skip: str | Iterable[str] = (), fold: bool = True
+) -> QuantizeReport:
     """Quantize the experts of a loaded model in place and let it run them through moe_ops.
 
     Each experts module then holds `gate_up_proj` and `down_proj` in e4m3, in the order [E, 2I, H] (gate rows, then up rows) and [E, H, I]
@@ -51,7 +53,7 @@ def quantize_model_(model: Any, format: str | Format, *, rule: str | None = None
         model: a model of Transformers in bf16, fp16 or fp32.
         format: "fp8_block" or "mxfp8".
         rule: scale rule of the format; None takes its default.
-        skip: names of experts modules to leave in 16 bit, exactly as in `model.named_modules()`.
+        skip: names (or one name) of experts modules to leave in 16 bit, exactly as in `model.named_modules()`.
         fold: on Hopper, keep mxfp8 experts folded to 128x128 scales (`moe_ops.quant.fold`) where that keeps their values: faster, no extra
             memory, and data and scales then are the folded ones.
 
@@ -72,7 +74,7 @@ def quantize_model_(model: Any, format: str | Format, *, rule: str | None = None
     register()
     if not hasattr(model, "set_experts_implementation"):
         raise TypeError(f"quantize_model_: model must be a Transformers model with set_experts_implementation, got {type(model).__name__}")
-    skip = set(skip)
+    skip = {skip} if isinstance(skip, str) else set(skip)
     found = dict(experts_modules(model))
     if skip - set(found):
         raise ValueError(f"quantize_model_: skip names no experts module: {sorted(skip - set(found))}; the model has {list(found)[:3]}, ..")
@@ -178,13 +180,13 @@ def _stack(stored: torch.Tensor, arrange: Callable[[torch.Tensor], torch.Tensor]
     return make_qtensor(data, scale, fmt, segments=segments, rule=first.rule)
 
 
+def _refuse_save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "moe_ops: a model whose experts were quantized in memory cannot be saved by Transformers: its files would lose the scales. "
+        "Convert the checkpoint instead"
+    )
+
+
 def refuse_saving(model: Any) -> None:
     """save_pretrained would write e4m3 weights apart from scales and without a quantization_config: files that load as garbage."""
-
-    def save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "moe_ops: a model whose experts were quantized in memory cannot be saved by Transformers: its files would lose the scales. "
-            "Convert the checkpoint instead"
-        )
-
-    model.save_pretrained = save_pretrained
+    model.save_pretrained = _refuse_save_pretrained  # a function of this module: the model can still be pickled

@@ -242,6 +242,22 @@ def test_refused_with_a_reason(make, text):
         make()(*inputs())
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_16_bit_dtypes_must_agree(kind, ran):
+    module, (x, ids, weights) = experts_of(kind), inputs()
+    with torch.no_grad():
+        if ran:
+            module(x, ids, weights)
+        with pytest.raises(ValueError, match=r"hidden_states in torch.float16, gate_up_proj in torch.bfloat16 and down_proj in torch.bfloat16"):
+            module(x.half(), ids, weights)
+        module.down_proj = torch.nn.Parameter(module.down_proj.half(), requires_grad=False)
+        with pytest.raises(ValueError, match=r"has gate_up_proj in torch.bfloat16 and down_proj in torch.float16; they must agree"):
+            module(x, ids, weights)
+        module.half()
+        assert relative_error(module(x.half(), ids, weights), exact(module, x, ids, weights)) < 1e-2
+
+
 def test_experts_without_gate_are_refused():
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 

@@ -1,6 +1,7 @@
 """quantize_model_: the four families in both formats, what it reports, what it refuses, and that it changes nothing when it refuses."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -67,10 +68,11 @@ def test_again_is_nothing_and_another_format_is_refused():
     assert all(torch.equal(bits(v), before[k]) for k, v in model.state_dict().items())
 
 
-def test_skip_leaves_a_module_in_16_bit():
+@pytest.mark.parametrize("skip", [lambda name: [name], lambda name: name], ids=["list", "one name"])
+def test_skip_leaves_a_module_in_16_bit(skip):
     model = build("mixtral")
     first, second = (n for n, _ in experts_modules(model))
-    report = quantize_model_(model, "fp8_block", skip=[first])
+    report = quantize_model_(model, "fp8_block", skip=skip(first))
     assert report.modules == (second,) and report.skipped == (first,)
     assert model.get_submodule(first).gate_up_proj.dtype == torch.bfloat16
     with torch.no_grad():
@@ -150,6 +152,50 @@ def test_saving_is_refused_and_casting_is_noticed(tmp_path):
     model.to(torch.float16)
     with torch.no_grad(), pytest.raises((ValueError, TypeError), match="float16"):
         model(prompt())
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
+@pytest.mark.parametrize("fmt", [*FORMAT_NAMES, "folded"])
+def test_casting_after_a_run_is_noticed(fmt, cast, monkeypatch):
+    """The plan was made by the run before; a stale one would read the converted bytes as e4m3."""
+    if fmt == "folded":
+        monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    model = build("qwen3-moe")
+    quantize_model_(model, "mxfp8" if fmt == "folded" else fmt)
+    with torch.no_grad():
+        model(prompt())
+        getattr(model, cast)()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"gate_up_proj is torch.\w+ but has a scale: was a quantized model converted by .to\(dtype\)"):
+                model(prompt())
+
+
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_pickled_models_run_and_still_refuse_saving(family, fmt, tmp_path):
+    model = build(family)
+    quantize_model_(model, fmt)
+    with torch.no_grad():
+        want = model(prompt()).logits
+        torch.save(model, tmp_path / "model.pt")
+        for again in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+            assert torch.equal(again(prompt()).logits, want)
+            with pytest.raises(NotImplementedError, match="cannot be saved by Transformers"):
+                again.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_pickled_plans_carry_no_copies():
+    """gpt-oss in 16 bit runs on rearranged copies, which would double the file."""
+    model = build("gpt-oss")
+    model.set_experts_implementation("moe_ops")
+    with torch.no_grad():
+        want = model(prompt()).logits
+        again = pickle.loads(pickle.dumps(model))
+        plans = [m._moe_ops for _, m in experts_modules(again)]
+        assert all(p.w13 is None and p.w2 is None and not p.owned for p in plans)
+        assert torch.equal(again(prompt()).logits, want)
+    assert all(m._moe_ops.w13 is not None for _, m in experts_modules(model))
 
 
 def test_bad_calls_name_what_is_wrong_and_change_nothing():
