@@ -123,7 +123,7 @@ def silu_mul_quantize(
     Layout: see `moe_ops.quant.scale_storage`; padding rows and blocks hold zero bytes.
 
     Numerics: the activation is computed in fp32 and never rounded before quantization, which follows `quantize` exactly. Against the
-        reference, scales agree within 2 ulp (1 in 10^3 within 3: the exponential) and data within one e4m3 step in at most 1 of 10^4
+        reference, scales agree within 2 ulp (1 in 10^3 within 4: the exponential) and data within one e4m3 step in at most 1 of 10^4
         elements. Deterministic.
 
     Raises:

@@ -109,7 +109,7 @@ def test_traced_in_one_graph_for_changing_batch_sizes(backend, device):
 
 
 @pytest.mark.gpu
-def test_traced_by_inductor():
+def test_traced_by_inductor(unpoisoned):
     device = torch.device("cuda")
     traced = torch.compile(small_model, fullgraph=True)
     inputs = logits_of(9, 16, device), logits_of(1, 16, device, 5)[0], torch.randn(9, 24, device=device)
