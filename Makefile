@@ -8,8 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Worker processes of pytest on a machine without a GPU.
 JOBS ?= 2
-# Worker processes of pytest on a GPU; 0 is this process alone. More compile faster, and disturb tests that compare times.
-GPU_JOBS ?= 0
+# Worker processes of pytest on a GPU: cold, compiling takes most of the time (H200, 12 workers: 173 s). 0 is this process alone.
+GPU_JOBS ?= 8
 # A plain install of torch brings no Triton on a CPU machine, and a CUDA build of torch 2.13 refuses another Triton than this.
 TORCH ?= torch==2.13.0 triton==3.7.1
 TRANSFORMERS ?= transformers==5.17.0

@@ -69,11 +69,6 @@ def _describe(args: tuple[Any, ...]) -> str:
     return ", ".join(f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" for a in args if isinstance(a, torch.Tensor))
 
 
-def can_launch(kernel: Any, device: torch.device) -> bool:
-    """Whether `launch` can run `kernel` for tensors on `device`: on a GPU, in the interpreter, or while compiling ahead of time."""
-    return device.type == "cuda" or _compiled is not None or isinstance(kernel, InterpretedFunction)
-
-
 def launch(op: str, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Launch `kernel` over `grid` on the current stream; a grid with a zero launches nothing.
 

@@ -32,10 +32,10 @@ def quantize_ref(x: torch.Tensor, counts: torch.Tensor | None, fmt: str, layout:
 @functools.cache
 def _launcher() -> tuple[Any, Any, Any]:
     """Kernel and launch functions: Triton is imported on first use, once."""
-    from moe_ops.core.launch import can_launch, launch
+    from moe_ops.core.launch import launch, runs_kernels
     from moe_ops.quant.quantize_kernel import _quantize_kernel
 
-    return _quantize_kernel, can_launch, launch
+    return _quantize_kernel, launch, runs_kernels
 
 
 def quantize_into(
@@ -54,8 +54,8 @@ def quantize_into(
         layout: one of `core.formats.LAYOUTS`.
         config: work sharing, or None for the heuristic's.
     """
-    kernel, can_launch, launch = _launcher()
-    if not can_launch(kernel, x.device):
+    kernel, launch, runs_kernels = _launcher()
+    if not runs_kernels(x):
         return write_ref((data, scale), *quantize_ref(x, counts, fmt, layout, rule), filled_rows(x, counts), fmt, layout)
     if data.numel() == 0:
         return None

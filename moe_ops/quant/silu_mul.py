@@ -8,7 +8,7 @@ import triton.language as tl
 
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import ceil_div
-from moe_ops.core.launch import can_launch, launch
+from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.quant.activation import Activation, activation_ref, lowest_gate
 from moe_ops.quant.silu_mul_quantize_kernel import gated_activation
 
@@ -49,7 +49,7 @@ def silu_mul_into(
 ) -> None:
     """Rows 0 .. filled of x (R, 2I) to out (R, I), both contiguous; `filled` is one int32 on the device. Allocates nothing on a GPU."""
     rows, k = out.shape
-    if not can_launch(_silu_mul_kernel, x.device):
+    if not runs_kernels(x):
         ready = min(max(int(filled), 0), rows)
         out[:ready] = silu_mul_ref(x[:ready], out.dtype, act_kind, alpha, limit, up_offset, interleaved)
         return

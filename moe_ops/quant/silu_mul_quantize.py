@@ -38,10 +38,10 @@ def silu_mul_quantize_ref(
 @functools.cache
 def _launcher() -> tuple[Any, Any, Any]:
     """Kernel and launch functions: Triton is imported on first use, once."""
-    from moe_ops.core.launch import can_launch, launch
+    from moe_ops.core.launch import launch, runs_kernels
     from moe_ops.quant.silu_mul_quantize_kernel import _silu_mul_quantize_kernel
 
-    return _silu_mul_quantize_kernel, can_launch, launch
+    return _silu_mul_quantize_kernel, launch, runs_kernels
 
 
 def silu_mul_quantize_into(
@@ -61,8 +61,8 @@ def silu_mul_quantize_into(
         layout: one of `core.formats.LAYOUTS`.
         config: work sharing, or None for the heuristic's.
     """
-    kernel, can_launch, launch = _launcher()
-    if not can_launch(kernel, x.device):
+    kernel, launch, runs_kernels = _launcher()
+    if not runs_kernels(x):
         result = silu_mul_quantize_ref(x, counts, fmt, layout, rule, act_kind, alpha, limit, up_offset, interleaved)
         return write_ref((data, scale), *result, filled_rows(x, counts), fmt, layout)
     if data.numel() == 0:
