@@ -1,6 +1,6 @@
 """Quantized Mixture-of-Experts ops for torch: FP8 block scaling and MXFP8, Triton first.
 
-Names load on first use: `import moe_ops` imports torch and nothing else, needs no GPU and compiles nothing.
+Names load on first use: `import moe_ops` imports nothing, not even torch, needs no GPU and compiles nothing.
 """
 
 import importlib

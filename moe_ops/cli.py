@@ -4,6 +4,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from moe_ops import __version__
+
 #: command -> (module whose `main(argv)` runs it, one line for --help)
 COMMANDS = {
     "demo": ("moe_ops.demo", "run small random Qwen3-MoE, DeepSeek-V3, Mixtral and gpt-oss models with quantized experts"),
@@ -17,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments, default `sys.argv[1:]`.
     """
     parser = argparse.ArgumentParser(prog="moe-ops", description="Quantized Mixture-of-Experts ops for torch.")
+    parser.add_argument("--version", action="version", version=f"moe-ops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (_module, line) in COMMANDS.items():
         commands.add_parser(name, help=line, description=line, add_help=False)

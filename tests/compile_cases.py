@@ -1,6 +1,6 @@
 """Compile every kernel of the package ahead of time, without a GPU, and look at what came out.
 
-    python tests/compile_cases.py 90 100 120
+    python tests/compile_cases.py 89 90 100 120
 
 Each tests/**/cases_<stem>.py defines
 
@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CAPABILITIES = (90, 100, 120)
+CAPABILITIES = (89, 90, 100, 120)
 
 
 def entry_kernels() -> dict[str, Path]:

@@ -13,7 +13,7 @@ RUNNER = Path(__file__).parent / "compile_cases.py"
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="make test compiles ahead, on machines without a GPU")
-@pytest.mark.parametrize("capability", (90, 100, 120))
+@pytest.mark.parametrize("capability", (89, 90, 100, 120))
 def test_every_kernel_compiles(capability):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, str(RUNNER), str(capability)], env=env, cwd=RUNNER.parent.parent, capture_output=True, text=True)

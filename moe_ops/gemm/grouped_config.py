@@ -105,7 +105,9 @@ def heuristic(problem: GroupedGemmProblem, arch: Arch) -> GroupedGemmConfig:
     m = problem.rows_per_expert
     if problem.fmt == "mxfp8":
         if not arch.has_block_scaled_mma:
-            return GroupedGemmConfig(16, 64, 32, 4, 8, 0, True) if m <= 32 else GroupedGemmConfig(64, 64, 32, 4, 6, 3, False)
+            if m <= 32:  # SM89's instruction takes its operands from registers: four warps would spill
+                return GroupedGemmConfig(16, 64, 32, 4, 8, 0, True) if arch.has_wgmma else GroupedGemmConfig(16, 64, 32, 8, 4, 0, True)
+            return GroupedGemmConfig(64, 64, 32, 4, 6, 3, False)
         # 128 rows in the instruction's M: with 64, SM100 widens both operands to 16 bits
         return GroupedGemmConfig(32, 128, 128, 8, 3, 2, True) if m <= 32 else GroupedGemmConfig(128, 128, 128, 8, 3, 1, False)
     block_k = 64 if problem.fmt == "plain" else 128

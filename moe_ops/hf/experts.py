@@ -50,7 +50,7 @@ def _interfaces() -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("moe_ops.hf needs transformers >= 5.17, which is not installed: pip install 'quantized-moe-ops[hf]'") from error
+        raise ImportError("moe_ops.hf needs transformers >= 5.17, which is not installed: pip install 'transformers>=5.17,<6' accelerate") from error
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
         from transformers.integrations.moe import ExpertsInterface

@@ -54,7 +54,7 @@ def load_quantized(
     try:
         from accelerate import init_empty_weights
     except ImportError as error:
-        raise ImportError("load_quantized needs accelerate: pip install 'quantized-moe-ops[hf]'") from error
+        raise ImportError("load_quantized needs accelerate: pip install accelerate") from error
     if not (Path(path) / "config.json").is_file():
         raise FileNotFoundError(f"load_quantized: {path} has no config.json")
     folder = CheckpointFolder(path)
