@@ -9,7 +9,7 @@ Exit status 0: every experts call within 1e-2 of our reference, logits within 0.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moe_ops.bench.provenance import provenance
-from moe_ops.bench.roofline import KNOWN, roof_of
+from moe_ops.bench.roofline import KNOWN, median_seconds, roof_of
 from moe_ops.bench.shapes import MODELS, Model
 from moe_ops.core.arch import unsupported_reason
 from moe_ops.core.numerics import relative_error
@@ -155,7 +155,7 @@ def run_layer(shape: Model, fmt: str, token_counts: Sequence[int]) -> list[Layer
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             layer(x, out=out)
-        us = _median_us(graph.replay)
+        us = median_seconds(graph.replay, reps=30) * 1e6
         sample = slice(0, min(64, tokens))
         error = relative_error(out[sample], layer(x[sample], impl="torch"))
         o = layer.routing
@@ -168,20 +168,6 @@ def run_layer(shape: Model, fmt: str, token_counts: Sequence[int]) -> list[Layer
         limit = roof.limit(nbytes, flops, memory="read") * 1e6
         rows.append(LayerRow(shape.name, fmt, tokens, routed, error, us, limit, limit / us, error <= LAYER_BOUND))
     return rows
-
-
-def _median_us(call: Callable[[], None], reps: int = 30) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(reps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[reps // 2]
 
 
 def _print_models(rows: Sequence[ModelRow]) -> None:

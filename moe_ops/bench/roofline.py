@@ -47,7 +47,8 @@ def roof_of(name: str) -> Roof | None:
     return KNOWN.get(name)
 
 
-def _seconds(call: Callable[[], object], reps: int = 20) -> float:
+def median_seconds(call: Callable[[], object], reps: int = 20) -> float:
+    """Median time of one call on the current stream, by events, after three that do not count."""
     for _ in range(3):
         call()
     times = []
@@ -64,12 +65,12 @@ def _seconds(call: Callable[[], object], reps: int = 20) -> float:
 def _copy_rate(gib: int) -> float:
     source = torch.zeros(gib << 28, device="cuda")
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
 
 
 def _read_rate(gib: int) -> float:
     source = torch.zeros(gib << 28, device="cuda")
-    return source.nbytes / _seconds(lambda: torch.sum(source))
+    return source.nbytes / median_seconds(lambda: torch.sum(source))
 
 
 def measure(gib: int = 4, size: int = 8192) -> Roof:
@@ -88,9 +89,9 @@ def measure(gib: int = 4, size: int = 8192) -> Roof:
     read = _read_rate(gib)
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     flops = 2.0 * size**3
-    bf16 = flops / _seconds(lambda: a @ b.T)
+    bf16 = flops / median_seconds(lambda: a @ b.T)
     qa, qb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     row, column = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
-    fp8 = flops / _seconds(lambda: scaled_mm(qa, qb.T, scale_a=row, scale_b=column, out_dtype=torch.bfloat16))
+    fp8 = flops / median_seconds(lambda: scaled_mm(qa, qb.T, scale_a=row, scale_b=column, out_dtype=torch.bfloat16))
     return Roof(read, copy, fp8, bf16)
