@@ -190,6 +190,26 @@ def read_weight(sd: Mapping[str, torch.Tensor], name: str, dialect: Dialect, *, 
         ValueError: a missing, orphaned, doubled or wrongly shaped scale, a scale with NaN (E8M0 byte 255), infinity or zero, or a
             weight whose dtype contradicts the dialect; the text names the tensor.
     """
+    w, key, scale = _pair(sd, name, dialect, segments, halves)
+    if key is None or scale is None:
+        return w
+    scale, rule = _read_scale(scale, key, dialect, w, segments, halves)
+    assert dialect.format is not None
+    return make_qtensor(w, scale, dialect.format, segments=segments, rule=rule)
+
+
+def scale_key(sd: Mapping[str, torch.Tensor], name: str, dialect: Dialect, *, segments: int = 1, halves: bool = False) -> str | None:
+    """Key of the scale of weight `name`, or None where the weight is stored in a floating dtype.
+
+    Looks at names, dtypes and shapes alone, so meta tensors will do. Arguments and errors as for `read_weight`, but for what a scale holds.
+    """
+    return _pair(sd, name, dialect, segments, halves)[1]
+
+
+def _pair(
+    sd: Mapping[str, torch.Tensor], name: str, dialect: Dialect, segments: int, halves: bool
+) -> tuple[torch.Tensor, str | None, torch.Tensor | None]:
+    """(weight, key of its scale, scale): names, dtypes and shapes fit; (weight, None, None) for a floating one."""
     if name not in sd:
         raise KeyError(f"checkpoint: tensor {name!r} is missing")
     w = sd[name]
@@ -197,7 +217,7 @@ def read_weight(sd: Mapping[str, torch.Tensor], name: str, dialect: Dialect, *, 
     if w.dtype in _FLOATS:
         if keys:
             raise ValueError(f"checkpoint: {keys[0]!r} is an orphan scale: its weight {name!r} is {_dt(w)}, not float8_e4m3fn")
-        return w
+        return w, None, None
     if w.dtype != E4M3:
         what = " (FP4 packed in int8 is not supported)" if w.dtype in (torch.int8, torch.uint8) else ""
         raise ValueError(f"checkpoint: {name!r} must be float8_e4m3fn or a floating dtype, got {_dt(w)}{what}")
@@ -211,8 +231,12 @@ def read_weight(sd: Mapping[str, torch.Tensor], name: str, dialect: Dialect, *, 
     allowed = [f"{name.removesuffix('weight')}{s}" for s in dialect.suffixes]
     if name.endswith(".weight") and keys[0] not in allowed:
         raise ValueError(f"checkpoint: scale {keys[0]!r} does not belong to dialect {dialect.name!r}, which names it {allowed[0]!r}")
-    scale, rule = _read_scale(sd[keys[0]], keys[0], dialect, w, segments, halves)
-    return make_qtensor(w, scale, dialect.format, segments=segments, rule=rule)
+    scale = sd[keys[0]]
+    if scale.dtype not in dialect.scale_dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dialect.scale_dtypes)
+        raise ValueError(f"checkpoint: {keys[0]!r} must be {names} in dialect {dialect.name!r}, got {_dt(scale)}")
+    _shaped(scale, keys[0], dialect, tuple(w.shape), segments, halves)
+    return w, keys[0], scale
 
 
 def _dt(t: torch.Tensor) -> str:
@@ -221,9 +245,6 @@ def _dt(t: torch.Tensor) -> str:
 
 def _read_scale(scale: torch.Tensor, key: str, dialect: Dialect, w: torch.Tensor, segments: int, halves: bool) -> tuple[torch.Tensor, str]:
     """The scale as the format wants it (fp32, or E8M0 bytes), of the right shape; and its rule where it is known."""
-    if scale.dtype not in dialect.scale_dtypes:
-        names = " or ".join(str(d).removeprefix("torch.") for d in dialect.scale_dtypes)
-        raise ValueError(f"checkpoint: {key!r} must be {names} in dialect {dialect.name!r}, got {_dt(scale)}")
     fmt = dialect.format
     assert fmt is not None
     scale = _shaped(scale, key, dialect, tuple(w.shape), segments, halves)
