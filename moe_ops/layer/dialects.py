@@ -243,6 +243,21 @@ def _dt(t: torch.Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")
 
 
+def read_scale(scale: torch.Tensor, key: str, dialect: Dialect, shape: tuple[int, ...]) -> torch.Tensor:
+    """The scale of a weight of `shape` as its format wants it: fp32 for fp8_block, E8M0 bytes for mxfp8.
+
+    Args:
+        scale: as it is stored.
+        key: what errors call it.
+        dialect: from `detect`.
+        shape: (N, K) of the weight.
+
+    Raises:
+        ValueError: a wrong shape, or a scale with NaN (E8M0 byte 255), infinity, zero, or no power of two where the config promises them.
+    """
+    return _read_scale(scale, key, dialect, torch.empty(shape, dtype=E4M3, device="meta"), 1, False)[0]
+
+
 def _read_scale(scale: torch.Tensor, key: str, dialect: Dialect, w: torch.Tensor, segments: int, halves: bool) -> tuple[torch.Tensor, str]:
     """The scale as the format wants it (fp32, or E8M0 bytes), of the right shape; and its rule where it is known."""
     fmt = dialect.format

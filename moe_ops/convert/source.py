@@ -1,0 +1,238 @@
+"""A checkpoint folder as the converter reads it: every header checked against its file and the index, and no weight loaded."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_ops.convert.types import DTYPES, Source
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: Our own record beside a result, and the folder that exists while a conversion runs.
+MANIFEST = "moe_ops_convert.json"
+STATE = ".moe_ops_convert"
+
+_MAX_HEADER = 100 << 20  # the limit of the safetensors library
+#: Weights in other forms: they are not what the result holds, so they are not copied.
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz")
+
+
+class ConvertError(ValueError):
+    """A source, destination or option that cannot be converted; the text names file and tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A source folder.
+
+    Attributes:
+        path: the folder.
+        name: how the model card calls it: a hub id, or the folder's name.
+        files: its weight files, in the index's order.
+        tensors: name -> `Source`, in order of file and offset.
+        metadata: file -> the `__metadata__` of its header.
+        headers: file -> SHA-256 of its header.
+        config: content of config.json, {} where it is missing.
+        quantization: config of quantization: from config.json, else hf_quant_config.json.
+        others: files beside the weights, to be copied (relative, sorted).
+        left_out: weights in other forms and hidden folders, which are not copied.
+    """
+
+    path: Path
+    name: str
+    files: tuple[str, ...]
+    tensors: dict[str, Source]
+    metadata: dict[str, dict[str, str]]
+    headers: dict[str, str]
+    config: dict[str, Any]
+    quantization: dict[str, Any] | None
+    others: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def locate(path: str | Path) -> tuple[Path, str]:
+    """A local folder (or one safetensors file), or the snapshot of a hub id where huggingface_hub is installed; and the source's name.
+
+    Raises:
+        ConvertError: neither exists.
+    """
+    local = Path(path)
+    if local.exists():
+        return local, local.resolve().name
+    parts = str(path).split("/")
+    if len(parts) != 2 or not all(p and not p.startswith(".") for p in parts):
+        raise ConvertError(f"convert: {path} does not exist")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConvertError(f"convert: {path} is no local folder, and huggingface_hub, which could fetch it, is not installed") from None
+    try:
+        return Path(snapshot_download(str(path))), str(path)
+    except Exception as error:  # the hub's errors have no common base
+        raise ConvertError(f"convert: {path} is no local folder and could not be fetched: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file.
+
+    Raises:
+        ConvertError: it cannot be read or parsed.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"convert: cannot read {path}: {error}") from error
+
+
+def read_header(path: Path) -> tuple[dict[str, Source], dict[str, str], str]:
+    """Tensors (in order of their bytes), metadata and SHA-256 of the header of a safetensors file, all checked against the file's size.
+
+    Raises:
+        ConvertError: an unreadable, damaged or truncated file; a tensor whose dtype, shape and offsets contradict each other.
+    """
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            first = f.read(8)
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length < 2 or length > _MAX_HEADER or 8 + length > size:
+                raise ConvertError(f"convert: {path} is no safetensors file or is truncated: {size} bytes, header of {length}")
+            raw = f.read(length)
+    except OSError as error:
+        raise ConvertError(f"convert: cannot read {path}: {error.strerror or error}") from error
+    try:
+        header = json.loads(raw)
+        metadata = {str(k): str(v) for k, v in (header.pop("__metadata__", None) or {}).items()}
+        entries = sorted(((v["data_offsets"], name, v) for name, v in header.items()), key=lambda e: (e[0], e[1]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"convert: {path} has a damaged header: {error!r}") from None
+    start = 8 + length
+    tensors: dict[str, Source] = {}
+    at = 0
+    for offsets, name, entry in entries:
+        tensors[name] = _source(path, name, entry, offsets, at, start, size)
+        at = offsets[1]
+    if start + at != size:
+        what = "truncated" if start + at > size else "longer than its header says"
+        raise ConvertError(f"convert: {path} is {what}: {size} bytes, but the header describes {start + at}")
+    return tensors, metadata, hashlib.sha256(first + raw).hexdigest()
+
+
+def _source(path: Path, name: str, entry: dict[str, Any], offsets: Any, at: int, start: int, size: int) -> Source:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in offsets)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConvertError(f"convert: {path}: damaged entry of tensor {name!r}: {error!r}") from None
+    if dtype not in DTYPES:
+        raise ConvertError(f"convert: {path}: tensor {name!r} has dtype {dtype}, which is not supported; supported are {', '.join(DTYPES)}")
+    if min(shape, default=0) < 0 or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ConvertError(f"convert: {path}: tensor {name!r} of {dtype} {list(shape)} cannot lie in bytes {begin}..{end}")
+    if begin != at:
+        raise ConvertError(f"convert: {path}: tensor {name!r} begins at byte {begin}, but the one before it ends at {at}")
+    if start + end > size:
+        raise ConvertError(f"convert: {path} is truncated: {size} bytes, but tensor {name!r} ends at byte {start + end}")
+    return Source(name, dtype, shape, path.name, start + begin, start + end)
+
+
+def _weight_files(path: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files of a folder, and what its index declares."""
+    index = path / INDEX
+    if index.exists():
+        content = read_json(index)
+        declared = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(declared, dict) or not declared or not all(isinstance(v, str) for v in declared.values()):
+            raise ConvertError(f"convert: {index} has no weight_map")
+        files = list(dict.fromkeys(sorted(declared.values())))
+        outside = [f for f in files if os.path.basename(f) != f]
+        if outside:
+            raise ConvertError(f"convert: {index} names a file outside its folder: {outside[0]!r}")
+        if (path / SINGLE).exists() and SINGLE not in files:
+            raise ConvertError(f"convert: {path} holds both {SINGLE} and {INDEX}, which does not name it; remove the one that is not meant")
+        return files, declared
+    if (path / SINGLE).exists():
+        return [SINGLE], None
+    return sorted(p.name for p in path.glob("*.safetensors")), None
+
+
+def read_source(path: str | Path) -> Checkpoint:
+    """Read everything about a checkpoint but its weights.
+
+    Args:
+        path: a Hugging Face folder (single file, or shards with or without an index), one safetensors file, or a hub id.
+
+    Raises:
+        ConvertError: a missing, unreadable, damaged or truncated file, a tensor in two files, or an index that contradicts the headers;
+            the text names file and tensor.
+    """
+    folder, name = locate(path)
+    if folder.is_file():
+        files, declared, folder, alone = [folder.name], None, folder.parent, True
+    else:
+        files, declared = _weight_files(folder)
+        alone = False
+    if not files:
+        raise ConvertError(f"convert: {folder} holds no *.safetensors file")
+    tensors: dict[str, Source] = {}
+    metadata, headers = {}, {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise ConvertError(f"convert: shard {folder / file} is missing, though {INDEX} names it")
+        found, metadata[file], headers[file] = read_header(folder / file)
+        for key, source in found.items():
+            if key in tensors:
+                raise ConvertError(f"convert: tensor {key!r} is in {tensors[key].file} and in {file}")
+            tensors[key] = source
+    if declared is not None:
+        _check_index(folder / INDEX, declared, tensors)
+    config, quantization = _configs(folder)
+    others, left_out = ((), ()) if alone else _others(folder, files)
+    return Checkpoint(folder, name, tuple(files), tensors, metadata, headers, config, quantization, others, left_out)
+
+
+def _check_index(index: Path, declared: dict[str, str], tensors: dict[str, Source]) -> None:
+    for key, file in declared.items():
+        if key not in tensors:
+            raise ConvertError(f"convert: {index} says that tensor {key!r} is in {file}, but it is in no file")
+        if tensors[key].file != file:
+            raise ConvertError(f"convert: {index} says that tensor {key!r} is in {file}, but it is in {tensors[key].file}")
+    for key, source in tensors.items():
+        if key not in declared:
+            raise ConvertError(f"convert: tensor {key!r} of {source.file} is not in {index}")
+
+
+def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    if not isinstance(config, dict):
+        raise ConvertError(f"convert: {folder / 'config.json'} holds no object")
+    nested = config.get("text_config")
+    quantization = config.get("quantization_config") or (nested.get("quantization_config") if isinstance(nested, dict) else None)
+    if not quantization and (folder / "hf_quant_config.json").exists():
+        quantization = read_json(folder / "hf_quant_config.json")
+    return config, quantization or None
+
+
+def _others(folder: Path, files: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    others, left_out = [], []
+    weights = set(files)
+    for root, folders, names in os.walk(folder):
+        hidden = [f for f in folders if f.startswith(".")]
+        left_out += [os.path.relpath(os.path.join(root, f), folder) + "/" for f in hidden]
+        folders[:] = sorted(f for f in folders if f not in hidden)
+        for name in sorted(names):
+            relative = os.path.relpath(os.path.join(root, name), folder)
+            if relative in weights or relative == INDEX:
+                continue
+            foreign = name.endswith(_WEIGHT_FILES) or name.endswith((".bin.index.json", ".safetensors.index.json", ".incomplete", ".tmp"))
+            (left_out if foreign else others).append(relative)
+    return tuple(sorted(others)), tuple(sorted(left_out))
