@@ -318,7 +318,10 @@ def exact_scale(scale: torch.Tensor, fmt: str, options: Options, shape: tuple[in
     """
     n, k = shape
     if fmt == options.format:
-        return scale if fmt == "mxfp8" or options.rule == "fp32" or powers_of_two(scale) else None
+        if fmt == "mxfp8":
+            return scale
+        # scales of fp8_block are normal numbers, and powers of two where its readers were promised them
+        return scale if bool((scale >= MIN_SCALE).all()) and (options.rule == "fp32" or powers_of_two(scale)) else None
     if fmt == "fp8_block":
         if not powers_of_two(scale):
             return None

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from moe_ops.core.formats import E4M3, FP8_BLOCK, MXFP8, Format, QTensor, as_bytes, make_qtensor, scale_shape
+from moe_ops.core.formats import E4M3, FP8_BLOCK, MIN_SCALE, MXFP8, Format, QTensor, as_bytes, make_qtensor, scale_shape
 from moe_ops.core.numerics import decode_e8m0
 
 #: Every suffix that any dialect gives to a scale; a key that ends with one of them is a scale, never a weight.
@@ -195,6 +195,8 @@ def read_weight(sd: Mapping[str, torch.Tensor], name: str, dialect: Dialect, *, 
         return w
     scale, rule = _read_scale(scale, key, dialect, w, segments, halves)
     assert dialect.format is not None
+    if dialect.format is FP8_BLOCK and rule == "pow2":
+        scale = scale.clamp_min(MIN_SCALE)  # 2^-127, byte 0, is not a normal number, as this format's scales are
     return make_qtensor(w, scale, dialect.format, segments=segments, rule=rule)
 
 
@@ -269,8 +271,7 @@ def _read_scale(scale: torch.Tensor, key: str, dialect: Dialect, w: torch.Tensor
             raise ValueError(f"checkpoint: {key!r} holds the E8M0 byte 255, which is NaN")
         if fmt is MXFP8:
             return scale, "unknown"
-        # the smallest fp8_block scale is a normal number: 2^-127 is not one
-        return decode_e8m0(scale).clamp_min(2.0**-126), "pow2"
+        return decode_e8m0(scale), "pow2"
     scale = scale.float()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(f"checkpoint: {key!r} holds a scale that is NaN, infinite, zero or negative")
