@@ -135,7 +135,7 @@ def _scale_of(source: Source, meta: _Meta, dialect: Dialect, segments: int) -> s
         quantized = dialect.format is not None and dialect.format.name == "fp8_block"
         return scale_key(meta, source.name, dialect, segments=segments if quantized else 1)
     except ValueError as error:
-        raise ConvertError(f"convert: {source.file}: {error}") from None
+        raise ConvertError(f"convert: {source.file}: {str(error).removeprefix('checkpoint: ')}") from None
 
 
 def _check_rest(source: Source, tensors: Mapping[str, Source], dialect: Dialect) -> None:
