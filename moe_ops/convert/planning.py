@@ -259,11 +259,11 @@ class _Planner:
                 self.warnings.append(
                     "FP8 blocks of experts under ModelOpt's names (FP8_PB_WO) load in moe_ops; vLLM 0.33 and SGLang 0.5.23 refuse them"
                 )
-            # an expert's gate [I, H]
-            ragged = next((w for w in quantized if w.expert and (w.data.shape[0] % 128 or w.data.shape[1] % 128)), None)
+            width = {w.name: w.data.shape[w.name.endswith((".down_proj", ".w2"))] for w in quantized if w.expert}
+            ragged = next((name for name, inter in width.items() if inter % 128), None)
             if ragged is not None:
-                shape = list(ragged.data.shape)
-                self.warnings.append(f"{ragged.name} has shape {shape}, no multiples of 128: moe_ops loads it, Transformers, vLLM and SGLang do not")
+                text = f"{ragged}: I = {width[ragged]} is no multiple of 128: moe_ops loads such FP8 blocks; Transformers, vLLM and SGLang do not"
+                self.warnings.append(text)
         if self.family.name == "gpt_oss":
             self.warnings.append(
                 "experts of gpt_oss have biases: load the result with moe_ops.hf.load_quantized; Transformers' FP8 experts lack them"
