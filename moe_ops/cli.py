@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from moe_ops import __version__
 
-#: command -> (module whose `main(argv)` runs it, one line for --help)
+#: command -> (module and function of (argv) that runs it, one line for --help)
 COMMANDS = {
-    "demo": ("moe_ops.demo", "run small random Qwen3-MoE, DeepSeek-V3, Mixtral and gpt-oss models with quantized experts"),
+    "convert": ("moe_ops.convert.command:convert_main", "convert a checkpoint to MXFP8 or FP8 blocks"),
+    "verify": ("moe_ops.convert.command:verify_main", "check a converted checkpoint, every byte of it"),
+    "inspect": ("moe_ops.convert.command:inspect_main", "describe a checkpoint from its headers"),
+    "demo": ("moe_ops.demo:main", "run small random Qwen3-MoE, DeepSeek-V3, Mixtral and gpt-oss models with quantized experts"),
 }
 
 
@@ -24,4 +27,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (_module, line) in COMMANDS.items():
         commands.add_parser(name, help=line, description=line, add_help=False)
     args, rest = parser.parse_known_args(argv)
-    return importlib.import_module(COMMANDS[args.command][0]).main(rest)
+    module, _, function = COMMANDS[args.command][0].partition(":")
+    return getattr(importlib.import_module(module), function)(rest)

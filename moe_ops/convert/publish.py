@@ -40,7 +40,7 @@ def has_index(source: Checkpoint, files: Sequence[OutFile]) -> bool:
     return len(files) > 1 or (source.path / INDEX).exists()
 
 
-def conversion(source: Checkpoint, files: Sequence[OutFile], report: Report) -> dict[str, Any]:
+def identity_of(source: Checkpoint, files: Sequence[OutFile], report: Report) -> dict[str, Any]:
     """What decides the bytes of a result: of the source, its headers and config."""
     digest = hashlib.sha256(b"".join(f.header for f in files)).hexdigest()
     config = hashlib.sha256(json.dumps([source.config, source.quantization], sort_keys=True).encode()).hexdigest()
@@ -68,7 +68,7 @@ def manifest(source: Checkpoint, files: Sequence[OutFile], records: Mapping[str,
         cuts |= cut_bytes(entry)
     content = {
         "tool": "quantized-moe-ops",
-        **conversion(source, files, report),
+        **identity_of(source, files, report),
         "source_name": source.name,
         "family": report.plan.family,
         "source_dialect": report.plan.dialect.name,

@@ -15,7 +15,7 @@ from moe_ops.convert.compute import Reader, Worker, quantizer_for
 from moe_ops.convert.journal import Journal, differences, sync_folder
 from moe_ops.convert.pieces import OutFile, layout
 from moe_ops.convert.planning import plan_tensors
-from moe_ops.convert.publish import conversion, copied_bytes, has_index, publish, read_manifest
+from moe_ops.convert.publish import copied_bytes, has_index, identity_of, publish, read_manifest
 from moe_ops.convert.report import Report
 from moe_ops.convert.source import MANIFEST, STATE, Checkpoint, ConvertError, read_source
 from moe_ops.convert.stream import FileWriter, check_file, cores, run
@@ -85,15 +85,15 @@ def convert(
     report = Report(source.name, str(dst), options, plan, {f.name: f.nbytes for f in files}, source.nbytes, left_out=source.left_out, dry_run=dry_run)
     quantizer_for(options)  # a device that is missing is an error before anything is written
     _check_places(source, destination)
-    made = conversion(source, files, report)
+    made = identity_of(source, files, report)
     unfinished = (destination / STATE).exists()
     if not unfinished and destination.exists() and any(destination.iterdir()):
         _already_there(destination, made, files, report, threads or cores())
     elif dry_run:
         _check_space(source, destination, files, {})
     else:
-        identity = {file: [(source.path / file).stat().st_size, (source.path / file).stat().st_mtime_ns] for file in source.files}
-        journal = Journal(destination, {**made, "files": identity})
+        stamps = {file: [(source.path / file).stat().st_size, (source.path / file).stat().st_mtime_ns] for file in source.files}
+        journal = Journal(destination, {**made, "files": stamps})
         try:
             _carry_out(source, plan, files, destination, journal, options, report, threads, progress)
             journal.remove()
