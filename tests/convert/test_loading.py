@@ -1,0 +1,206 @@
+"""What Transformers writes is converted to every layout and loaded again: by our own loaders, by MoELayer and by Transformers itself."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_ops import MoELayer, dequantize, quantize_weight
+from moe_ops.convert import convert, verify
+from moe_ops.convert.types import LAYOUTS, Weight
+from moe_ops.core.numerics import relative_error
+from moe_ops.hf import load_quantized, quantize_model_
+from moe_ops.hf.checkpoint import CheckpointFolder
+from moe_ops.hf.small import FAMILIES, build
+from moe_ops.layer.dialects import quantization_config
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+FORMATS = ("mxfp8", "fp8_block")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """family -> folder that Transformers wrote: one file for Mixtral, shards with an index for the others."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            build(family).save_pretrained(made[family], max_shard_size="50GB" if family == "mixtral" else "3MB")
+        return made[family]
+
+    return get
+
+
+def prompt():
+    return torch.randint(1, 512, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(prompt()).logits
+
+
+def rounded(source, plan, fmt, into, experts):
+    """A copy of a checkpoint in which each weight of the plan (routed experts on request) holds its quantized values, in bf16."""
+    shutil.copy(source / "config.json", into)
+    tensors = {name: t.clone() for name, t in CheckpointFolder(source).items()}
+    for w in plan.entries:
+        if isinstance(w, Weight) and (experts or not w.expert):
+            view = w.part.view(tensors[w.weight.name])
+            view.copy_(dequantize(quantize_weight(view.contiguous(), fmt), torch.bfloat16))
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    return into
+
+
+def tensor_bytes(t):
+    return t.contiguous().view(torch.uint8)
+
+
+def from_pretrained(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.set_experts_implementation("eager")
+    return model.eval()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt-oss"])
+def test_transformers_loads_the_default_layout(family, fmt, checkpoints, tmp_path):
+    """Without a GPU it dequantizes, so the logits are those of the rounded weights, bit for bit."""
+    source, out, same = checkpoints(family), tmp_path / "out", tmp_path / "same"
+    report = convert(source, out, format=fmt)
+    same.mkdir()
+    want = logits(from_pretrained(rounded(source, report.plan, fmt, same, experts=True)))
+    got = from_pretrained(out)
+    assert torch.equal(logits(got), want)
+    # e4m3 has 3 mantissa bits: 3% an element, and random weights do not average it out
+    assert relative_error(want.float(), logits(from_pretrained(source)).float()) < 0.15
+    # nothing was left as raw, unscaled elements
+    assert all(p.dtype == torch.bfloat16 for n, p in got.named_parameters() if n.endswith("proj.weight"))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_loaders_read_every_layout(family, layout, fmt, checkpoints, tmp_path):
+    """The model equals the same model quantized in memory, logit for logit, and one layer of it equals the layer of the source."""
+    source, out, same = checkpoints(family), tmp_path / "out", tmp_path / "same"
+    report = convert(source, out, format=fmt, layout=layout)
+    assert verify(out, against=source).problems == []
+    same.mkdir()
+    model = from_pretrained(rounded(source, report.plan, fmt, same, experts=False))
+    quantize_model_(model, fmt)
+    assert torch.equal(logits(load_quantized(out)), logits(model))
+
+    config = json.loads((out / "config.json").read_text())
+    folder, plain = CheckpointFolder(out), CheckpointFolder(source)
+    prefix = "model.layers.1.block_sparse_moe." if family == "mixtral" else "model.layers.1.mlp."
+    got = MoELayer.from_state_dict(folder, prefix, config)
+    unquantized = {k: v for k, v in config.items() if k != "quantization_config"}
+    want = MoELayer.from_state_dict(plain, prefix, unquantized, format=fmt)
+    x = torch.randn(5, config["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(got(x), want(x))
+    state, expected = got.state_dict(), want.state_dict()
+    assert set(state) == set(expected) and all(torch.equal(tensor_bytes(state[n]), tensor_bytes(expected[n])) for n in expected)
+    assert any("shared" in n for n in state) == (family == "deepseek-v3")  # quantized as well
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_only_experts_leaves_attention_as_it_is(fmt, checkpoints, tmp_path):
+    source = checkpoints("qwen3-moe")
+    convert(source, tmp_path / "out", format=fmt, only="experts")
+    model = from_pretrained(source)
+    quantize_model_(model, fmt)
+    assert torch.equal(logits(load_quantized(tmp_path / "out")), logits(model))
+    q = CheckpointFolder(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(q, CheckpointFolder(source)["model.layers.0.self_attn.q_proj.weight"])
+
+
+def fp8_checkpoint(source, into, rule, kind):
+    """The checkpoint in FP8 blocks, as one of the publishers writes it."""
+    config = json.loads((source / "config.json").read_text())
+    dialect = {"modelopt": "fp8_block_modelopt", "compressed-tensors": "fp8_block_compressed_tensors"}.get(kind, "fp8_block")
+    config["quantization_config"] = quantization_config("fp8_block_ue8m0" if kind == "e8m0" else dialect)
+    (into / "config.json").write_text(json.dumps(config))
+    suffix = {"fp8_block": "weight_scale_inv"}.get(dialect, "weight_scale")
+    tensors = {}
+    for name, t in CheckpointFolder(source).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = t
+            continue
+        q = quantize_weight(t, "fp8_block", rule=rule)
+        scale = {"bf16": q.scale.bfloat16(), "e8m0": (q.scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)}.get(kind, q.scale)
+        if kind == "modelopt":
+            scale = scale[:, None, :, None]
+        module = name.removesuffix("weight")
+        tensors[name], tensors[module + ("scale" if kind == "dot-scale" else suffix)] = q.data, scale.contiguous()
+    # a weight and its scale lie in different files
+    names = sorted(tensors)
+    files = {n: f"model-{i % 2 + 1:05}-of-00002.safetensors" for i, n in enumerate(names)}
+    for file in sorted(set(files.values())):
+        save_file({n: tensors[n] for n in names if files[n] == file}, into / file, {"format": "pt"})
+    (into / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return tensors
+
+
+KINDS = ("fp32", "bf16", "e8m0", "dot-scale", "modelopt", "compressed-tensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_PAIR_E8M0_fp8_blocks_with_powers_of_two_become_mxfp8_bit_for_bit(kind, checkpoints, tmp_path):
+    """Elements keep their bytes, a scale becomes one byte for each of 128 rows x 4 groups, and the values are the same."""
+    source = tmp_path / "fp8"
+    source.mkdir()
+    tensors = fp8_checkpoint(checkpoints("qwen3-moe"), source, "pow2", kind)
+    report = convert(source, tmp_path / "out")
+    assert report.exact() == report.counts()["reencoded"] > 0 and report.overall() is None
+    assert "kept the bytes of their elements exactly" in report.text()
+    out = CheckpointFolder(tmp_path / "out")
+    for w in (e for e in report.plan.entries if isinstance(e, Weight)):
+        data, byte = out[w.data.name], out[w.data_scale.name]
+        assert torch.equal(tensor_bytes(data), tensor_bytes(tensors[w.weight.name])), w.name
+        scale = tensors[w.scale.name]
+        scale = scale.float().reshape(-(-data.shape[0] // 128), -1)
+        n, k = data.shape
+        wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        assert torch.equal((byte.float() - 127).exp2().repeat_interleave(32, 1), wide), w.name
+    shutil.rmtree(tmp_path / "out")
+    again = convert(source, tmp_path / "out", format="fp8_block")
+    assert again.exact() == again.counts()["reencoded"]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_PAIR_other_scales_are_rounded_again_and_the_error_is_told(kind, checkpoints, tmp_path):
+    source = tmp_path / "fp8"
+    source.mkdir()
+    tensors = fp8_checkpoint(checkpoints("qwen3-moe"), source, "fp32", kind)
+    report = convert(source, tmp_path / "out")
+    assert report.exact() == 0 and 25 < report.overall().sqnr_db < 40
+    w = next(e for e in report.plan.entries if isinstance(e, Weight) and e.name.endswith("experts.3.down_proj"))
+    data, scale = tensors[w.weight.name], tensors[w.scale.name].float()
+    n, k = data.shape
+    values = data.float() * scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    want = quantize_weight(values, "mxfp8")
+    out = CheckpointFolder(tmp_path / "out")
+    assert torch.equal(tensor_bytes(out[w.data.name]), tensor_bytes(want.data)) and torch.equal(out[w.data_scale.name], want.scale)
+
+
+def test_mxfp8_changes_its_dialect_and_keeps_its_bytes(checkpoints, tmp_path):
+    convert(checkpoints("qwen3-moe"), tmp_path / "hf")
+    first = CheckpointFolder(tmp_path / "hf")
+    for layout in ("modelopt", "compressed-tensors"):
+        report = convert(tmp_path / "hf", tmp_path / layout, layout=layout)
+        assert report.exact() == report.counts()["reencoded"] > 0
+        out = CheckpointFolder(tmp_path / layout)
+        for w in (e for e in report.plan.entries if isinstance(e, Weight)):
+            assert torch.equal(tensor_bytes(out[w.data.name]), tensor_bytes(first[w.weight.name]))
+            assert torch.equal(out[w.data_scale.name], first[w.scale.name])
+    # and back again, from the file that only ModelOpt writes
+    convert(tmp_path / "modelopt", tmp_path / "back")
+    assert not (tmp_path / "back" / "hf_quant_config.json").exists()
+    back = CheckpointFolder(tmp_path / "back")
+    assert set(back) == set(first) and all(torch.equal(tensor_bytes(back[n]), tensor_bytes(first[n])) for n in first if first[n].dim())
