@@ -22,6 +22,8 @@ from moe_ops.quant.weight_cpu import Sums, WeightQuantizer
 
 #: Elements whose fp32 values exist at once where a quantized source is rounded again.
 _AGAIN = 1 << 20
+#: Bits of infinity.
+_INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
 @dataclass
@@ -174,6 +176,7 @@ class Worker:
         self.plan, self.options, self.reader, self.gpu = plan, options, reader, gpu
         self.quantize = quantizer_for(options)
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._back = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def _space(self, n: int) -> torch.Tensor:
         if self._buffer.numel() < n:
@@ -218,8 +221,11 @@ class Worker:
 
     def _no_nan(self, source: Source, raw: torch.Tensor) -> None:
         """NaN in a kept matrix is damage; buffers of other shapes may hold anything."""
-        if source.dtype in FLOATS and len(source.shape) > 1 and bool(torch.isnan(raw.view(DTYPES[source.dtype])).any()):
-            raise ConvertError(f"convert: tensor {source.name!r} of {self.reader.path / source.file} holds NaN")
+        if source.dtype in FLOATS and len(source.shape) > 1 and raw.numel():
+            bits = raw.view(torch.int32 if source.dtype == "F32" else torch.int16)
+            # magnitudes in the order of their bits; NaN is above infinity
+            if int((bits & torch.iinfo(bits.dtype).max).max()) > _INFINITY[source.dtype]:
+                raise ConvertError(f"convert: tensor {source.name!r} of {self.reader.path / source.file} holds NaN")
 
     def _weight(self, entry: Weight, piece: Piece, rows: torch.Tensor) -> Done:
         if self.quantize.device.type == "cpu":
@@ -249,8 +255,19 @@ class Worker:
         if sums.not_finite:
             raise ConvertError(f"convert: tensor {entry.weight.name!r} of {self.reader.path / entry.weight.file} holds NaN or infinity")
         ranges = output_ranges(entry, piece.start, piece.stop)
-        parts = [(out, start, _bytes(t)) for (out, start, _), t in zip(ranges, found, strict=True)]
+        parts = [(out, start, self._bytes(t, i)) for i, ((out, start, _), t) in enumerate(zip(ranges, found, strict=True))]
         return Done(piece, parts, sums, exact)
+
+    def _bytes(self, t: torch.Tensor, i: int) -> memoryview:
+        """The bytes of a result; those of a GPU come through pinned buffers of this thread."""
+        if t.device.type == "cpu":
+            return _bytes(t)
+        t = t.contiguous().view(-1).view(torch.uint8)
+        if self._back[i].numel() < t.numel():
+            self._back[i] = torch.empty(t.numel(), dtype=torch.uint8, pin_memory=True)
+        into = self._back[i][: t.numel()]
+        into.copy_(t)  # waits until it is there
+        return _bytes(into)
 
     def _key(self, entry: Weight) -> int:
         seed = self.options.stochastic

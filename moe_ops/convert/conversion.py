@@ -78,7 +78,7 @@ def convert(
 
     See also: tests/convert/, benchmarks/convert/bench_convert.py.
     """
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.process_time()
     options = Options(format, layout, rounding, stochastic, tuple(include), tuple(exclude), only, device)
     destination = Path(dst)
     source, plan, files = plan_conversion(src, options)
@@ -99,7 +99,7 @@ def convert(
             journal.remove()
         finally:
             journal.close()
-    report.seconds = time.monotonic() - started
+    report.seconds, report.cpu_seconds = time.monotonic() - started, time.process_time() - cpu
     return report
 
 

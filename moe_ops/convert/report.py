@@ -80,6 +80,7 @@ class Report:
         resumed: files that an earlier run had finished.
         complete: the result was already there, and was verified.
         seconds: how long this run took.
+        cpu_seconds: of all cores together.
     """
 
     source: str
@@ -94,6 +95,7 @@ class Report:
     resumed: tuple[str, ...] = ()
     complete: bool = False
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def bytes_out(self) -> int:
@@ -146,6 +148,7 @@ class Report:
             "files": self.files,
             "resumed": list(self.resumed),
             "seconds": round(self.seconds, 3),
+            "cpu_seconds": round(self.cpu_seconds, 3),
             "kept": {e.data.name: e.reason for e in self.plan.entries if isinstance(e, Keep)},
             "kept_modules": list(self.plan.kept_modules),
             "left_out": list(self.left_out),
