@@ -83,6 +83,46 @@ def test_transformers_loads_the_default_layout(family, fmt, checkpoints, tmp_pat
     assert all(p.dtype == torch.bfloat16 for n, p in got.named_parameters() if n.endswith("proj.weight"))
 
 
+COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+COMMON |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256, "num_experts_per_tok": 2}
+QWEN = {"num_experts": 4, "moe_intermediate_size": 128, "intermediate_size": 256, "shared_expert_intermediate_size": 128}
+LINEAR = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
+ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 128, "intermediate_size": 256, "first_k_dense_replace": 1}
+LATENT = ROUTED | {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+#: model_type -> (config class, sizes, what one layer keeps beside norms)
+OTHERS = {
+    "qwen2_moe": ("Qwen2MoeConfig", QWEN, {"mlp.gate", "mlp.shared_expert_gate"}),
+    "qwen3_next": ("Qwen3NextConfig", QWEN | LINEAR, {"mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d", "linear_attn.in_proj_ba"}),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig", QWEN | LINEAR,
+        {"mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b"},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32}, {"mlp.gate"}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", LATENT, {"mlp.gate", "self_attn.kv_b_proj"}),
+    "minimax_m2": ("MiniMaxM2Config", {"head_dim": 32, "num_local_experts": 4, "intermediate_size": 128}, {"block_sparse_moe.gate"}),
+    "minimax": ("MiniMaxConfig", {"head_dim": 32, "num_local_experts": 4, "intermediate_size": 128}, {"block_sparse_moe.gate"}),
+    "deepseek_v2": ("DeepseekV2Config", LATENT | {"topk_method": "greedy"}, {"mlp.gate", "self_attn.kv_b_proj"}),
+    "deepseek_v32": ("DeepseekV32Config", LATENT, {"mlp.gate", "self_attn.kv_b_proj", "self_attn.indexer.weights_proj"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_MAP_other_families_as_transformers_writes_them(kind, tmp_path):
+    """The family's row knows its names: what is kept is what the row says, and the result loads with the logits of the rounded weights."""
+    name, sizes, keeps = OTHERS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**COMMON, **sizes)
+    assert config.model_type == kind
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out")
+    assert {m.split(".", 3)[3] for m in report.plan.kept_modules if ".layers." in m} == keeps
+    assert {m for m in report.plan.kept_modules if ".layers." not in m} == {"lm_head", "model.embed_tokens"} and not report.plan.warnings
+    (tmp_path / "same").mkdir()
+    same = rounded(tmp_path / "source", report.plan, "mxfp8", tmp_path / "same", experts=True)
+    assert torch.equal(logits(from_pretrained(tmp_path / "out")), logits(from_pretrained(same)))
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
