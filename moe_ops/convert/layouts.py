@@ -16,7 +16,8 @@ What the readers do with the names of the modules that were kept (read in vLLM 0
 - compressed-tensors: whole names, or `re:` expressions; of a layer's experts, the names of expert 0 decide.
 - modelopt: vLLM compares whole names, looks for each name anywhere inside a module's name, and tries it as a wildcard.
 
-So a kept name inside the name of a quantized module would leave that one out: `name_conflicts` finds those.
+So a kept name inside the name of a quantized module would leave that one out: `name_conflicts` finds those, and for Transformers their end
+is marked (`name$`).
 """
 
 import json
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_ops import __version__
-from moe_ops.convert.types import Options, Output, TensorPlan
+from moe_ops.convert.types import Options, Output, TensorPlan, Weight
 from moe_ops.core.formats import scale_shape
 from moe_ops.layer.dialects import DIALECTS, quantization_config
 
@@ -59,13 +60,16 @@ def outputs(module: str, shape: tuple[int, int], options: Options) -> tuple[Outp
     return Output(f"{module}.weight", "F8_E4M3", shape), Output(f"{module}.{dialect.suffixes[0]}", dtype, scale)
 
 
-def quantization_section(options: Options, kept: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `kept` names the modules left unquantized."""
+def quantization_section(options: Options, kept: Sequence[str], quantized: Sequence[str] = ()) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `kept` names the modules left unquantized, `quantized` the others."""
     if options.layout == "compressed-tensors":
         kept = [_anchored(name) if name.rpartition(".")[2] == "experts" else name for name in kept]
     out = quantization_config(dialect_of(options), tuple(kept))
     assert out is not None
     out["weight_block_size"] = list(options.fmt.weight_block)
+    if options.layout == "hf":
+        conflicts = set(name_conflicts(quantized, kept))
+        out["modules_to_not_convert"] = [f"{name}$" if name in conflicts else name for name in kept]
     if options.layout == "compressed-tensors":
         out |= {"quantization_status": "compressed", "kv_cache_scheme": None}
     if options.layout == "modelopt":
@@ -87,7 +91,7 @@ def output_config(config: Mapping[str, Any], options: Options, plan: TensorPlan)
         plan: what becomes of its tensors.
     """
     kept = list(plan.kept_modules)
-    section = quantization_section(options, kept)
+    section = quantization_section(options, kept, [e.name for e in plan.entries if isinstance(e, Weight) and e.data_scale is not None])
     new = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
     if isinstance(new.get("text_config"), Mapping):  # readers look there too
         new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in ("quantization_config", "compression_config")}

@@ -252,8 +252,8 @@ class _Planner:
         names = [w.name for w in quantized]
         for group in split_groups(names, self.kept)[:3]:
             self.warnings.append(f"{group}: servers fuse these into one layer and refuse to load some quantized, some not")
-        for name in name_conflicts(names, self.kept)[:3]:
-            self.warnings.append(f"{name} is kept, and its name stands inside that of a quantized module, which readers would skip as well")
+        for name in name_conflicts(names, self.kept)[:3] if options.layout == "modelopt" else ():
+            self.warnings.append(f"{name} is kept, and its name stands inside that of a quantized module, which vLLM would skip as well")
         if options.format == "fp8_block" and any(w.expert for w in quantized):
             if options.layout == "modelopt":
                 self.warnings.append(

@@ -10,7 +10,9 @@ import math
 import re
 
 import pytest
+import torch
 
+from moe_ops import dequantize, quantize_weight
 from moe_ops.convert.layouts import dialect_of, output_config, outputs, quantization_section
 from moe_ops.convert.planning import plan_tensors
 from moe_ops.convert.types import LAYOUTS, Options, Source, Weight
@@ -183,6 +185,17 @@ def test_hf_keys():
     assert block["quant_method"] == "fp8" and "scale_fmt" not in block and block["activation_scheme"] == "dynamic"
 
 
+def test_MAP_a_router_beside_a_gate_projection_of_the_same_layer():
+    """Transformers takes "mlp.gate" for the beginning of "mlp.gate_proj", and would leave that one with raw, unscaled elements."""
+    extra = {f"model.layers.1.mlp.{x}_proj.weight": (INTER, H) for x in ("gate", "up")}
+    tensors = model() | {n: Source(n, "BF16", s, "model.safetensors", 0, 2 * math.prod(s)) for n, s in extra.items()}
+    section = json.loads(output_config(CONFIG, Options(), plan_tensors(CONFIG, tensors, Options()))["config.json"])["quantization_config"]
+    router, projection = "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj"
+    assert router in section["ignored_layers"]
+    for skipped, ignored in ((skipped_by_transformers, section["modules_to_not_convert"]), (skipped_by_sglang, section["ignored_layers"])):
+        assert skipped(router, ignored) and not skipped(projection, ignored)
+
+
 def test_compressed_tensors_keys():
     for fmt in ("mxfp8", "fp8_block"):
         section = quantization_section(Options(layout="compressed-tensors", format=fmt), [])
@@ -195,6 +208,21 @@ def test_compressed_tensors_keys():
             assert weights["strategy"] == "group" and weights["group_size"] == 32 and weights["scale_dtype"] == "torch.uint8"
         else:
             assert weights["strategy"] == "block" and weights["block_structure"] == [128, 128]
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_block"])
+def test_compressed_tensors_itself_reads_it(fmt):
+    """Where the library is installed (0.17.0 was tried): it accepts the section and decompresses to our values."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(quantization_section(Options(layout="compressed-tensors", format=fmt), ["lm_head"]))
+    w = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    q = quantize_weight(w, fmt)
+    compressor = BaseCompressor.load_from_registry(config.format)
+    out = compressor.decompress({"weight": q.data, "weight_scale": q.scale}, config.config_groups["group_0"])["weight"]
+    assert torch.equal(out, dequantize(q).to(out.dtype))
 
 
 def vllm_modelopt(section):
