@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_ops import quantize_weight
+from moe_ops import dequantize, quantize_weight
 from moe_ops.convert import ConvertError, convert
 from moe_ops.hf.checkpoint import CheckpointFolder
 from moe_ops.layer.dialects import quantization_config
@@ -206,6 +206,44 @@ def test_MAP_stacked_experts_give_the_bytes_of_single_ones(options, tmp_path):
         assert all(torch.equal(raw(other[n]), raw(single[n])) if single[n].dim() else other[n] == single[n] for n in single)
     q = quantize_weight(up[2], options.get("format", "mxfp8"), stochastic_seed=options.get("stochastic"), name=f"{P}2.up_proj.weight")
     assert torch.equal(raw(single[f"{P}2.up_proj.weight"]), raw(q.data)) and torch.equal(single[f"{P}2.up_proj.weight_scale_inv"], q.scale)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
+def test_MAP_quantized_stacks_give_the_bytes_of_single_experts(fmt, tmp_path):
+    """gate_up_proj and its scale, as Transformers saves quantized models: each expert gets its rows and its own tiles of the scale."""
+    h, inter = 256, 128
+    g = torch.Generator().manual_seed(5)
+    w = {n: torch.randn(E, *shape, generator=g) for n, shape in (("gate", (inter, h)), ("up", (inter, h)), ("down", (h, inter)))}
+    q = {n: [quantize_weight(t[e], fmt, rule="pow2" if fmt == "fp8_block" else None) for e in range(E)] for n, t in w.items()}
+    data = {n: torch.stack([raw(x.data) for x in xs]) for n, xs in q.items()}
+    scale = {n: torch.stack([x.scale for x in xs]) for n, xs in q.items()}
+    stacks = {
+        P + "gate_up_proj": torch.cat((data["gate"], data["up"]), 1).view(E4M3),
+        P + "gate_up_proj_scale_inv": torch.cat((scale["gate"], scale["up"]), 1),
+        P + "down_proj": data["down"].view(E4M3),
+        P + "down_proj_scale_inv": scale["down"],
+    }
+    single = {f"{P}{e}.{n}_proj.weight": q[n][e].data for n in q for e in range(E)}
+    single |= {f"{P}{e}.{n}_proj.weight_scale_inv": q[n][e].scale for n in q for e in range(E)}
+    config, section = {"model_type": "qwen3_5_moe"}, quantization_config(fmt)
+    a, report = converted(tmp_path, stacks, config, section, name="stacked")
+    b, _ = converted(tmp_path, single, config, section, name="single")
+    assert report.exact() == 3 * E and set(a) == set(b) and all(torch.equal(raw(a[n]), raw(b[n])) for n in b)
+    assert torch.equal(raw(a[f"{P}2.up_proj.weight"]), raw(q["up"][2].data))
+    # kept experts of a quantized source become bf16, one by one
+    kept, report = converted(tmp_path, stacks | {"model.layers.0.self_attn.q_proj.weight": q["down"][0].data,
+                             "model.layers.0.self_attn.q_proj.weight_scale_inv": q["down"][0].scale}, config, section, name="kept",
+                             exclude=(r"re:.*\.experts\..*",))  # fmt: skip
+    assert report.counts()["dequantized"] == 3 * E
+    assert torch.equal(kept[f"{P}1.up_proj.weight"], dequantize(q["up"][1], torch.bfloat16))
+
+
+def test_a_scale_that_a_writer_squeezed_has_its_shape_again(tmp_path):
+    """K = 32: Transformers saves scales of shape [N], not [N, 1]."""
+    q = quantize_weight(torch.randn(64, 32, generator=torch.Generator().manual_seed(6)), "mxfp8")
+    tensors = {"w.weight": q.data, "w.weight_scale_inv": q.scale.squeeze(-1)}
+    out, report = converted(tmp_path, tensors, quantization=quantization_config("mxfp8"), **ALL)
+    assert out["w.weight_scale_inv"].shape == (64, 1) and report.exact() == 1
 
 
 def test_biases_of_a_stack_go_to_their_experts(tmp_path):
