@@ -58,6 +58,12 @@ def describe_options(options: Options) -> dict[str, Any]:
     }
 
 
+def held_in(plan: TensorPlan) -> str:
+    """How the source holds the weights that are quantized: its dialect, or their dtypes."""
+    dtypes = sorted({e.fmt for e in plan.entries if isinstance(e, Weight)})
+    return plan.dialect.name if plan.dialect.format is not None else " and ".join(dtypes)
+
+
 def kind_of(entry: Entry) -> str:
     """What happens to an entry, in a word."""
     return "kept" if isinstance(entry, Keep) else {"quantize": "quantized", "reencode": "reencoded", "dequantize": "dequantized"}[entry.action]
@@ -164,7 +170,7 @@ class Report:
         if self.complete:
             lines.append("already complete; every byte was verified")
         parts = [f"{n} {kind}" for kind, n in counts.items() if n]
-        lines.append(f"family {self.plan.family or 'unknown'}, source {self.plan.dialect.name}; tensors: {', '.join(parts)}")
+        lines.append(f"family {self.plan.family or 'unknown'}, source {held_in(self.plan)}; tensors: {', '.join(parts)}")
         if counts["reencoded"] and not self.dry_run:
             lines.append(f"of {counts['reencoded']} reencoded weights {self.exact()} kept the bytes of their elements exactly")
         lines.append(f"{size(self.bytes_in)} -> {size(self.bytes_out)} in {len(self.files)} file{'s' if len(self.files) > 1 else ''}")
@@ -222,7 +228,7 @@ def card(report: Report, source: Checkpoint, version: str, front: Sequence[str])
     elements = "to nearest, ties to even" if options.stochastic is None else f"stochastic, seed {options.stochastic}"
     lines += ["", "| | |", "|---|---|", f"| format | {options.format} |", f"| layout | {options.layout} |", f"| scales | {options.rule} |"]
     lines += [f"| rounding of elements | {elements} |", f"| tool | quantized-moe-ops {version}, `moe-ops convert` |"]
-    lines.append(f"| source | {report.plan.dialect.name}, {size(report.bytes_in)} |")
+    lines.append(f"| source | {held_in(report.plan)}, {size(report.bytes_in)} |")
     lines.append(f"| weights | {', '.join(f'{n} {kind}' for kind, n in counts.items() if n)}, {size(report.bytes_out)} |")
     if counts["reencoded"]:
         lines.append(f"| elements whose bytes were kept | all of {report.exact()} of {counts['reencoded']} weights |")
