@@ -71,6 +71,7 @@ test-all: test $(READY)
 	    PYTHONPATH=build/triton-$$v:. $(PY) tests/compile_cases.py 89 90 100 120 || exit 1; \
 	done
 	PYTHONPATH=build/triton-$(lastword $(OTHER_TRITONS)):. $(PY) -m pytest -q -n $(JOBS) tests/gemm
+	$(PY) -m pytest -q tests/convert/test_kill.py --kills 30
 
 # Every kernel at small shapes under compute-sanitizer, each tensor an allocation of its own so that one element too far is seen.
 memcheck: $(READY)

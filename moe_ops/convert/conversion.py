@@ -105,7 +105,8 @@ def convert(
 
 def _check_places(source: Checkpoint, destination: Path) -> None:
     here, there = source.path.resolve(), destination.resolve()
-    if here == there or here in there.parents or there in here.parents:
+    inside = here in there.parents and not source.alone
+    if here == there or inside or there in here.parents:
         raise ConvertError(f"convert: the destination {destination} must lie outside the source {source.path}, and the source outside of it")
     if destination.exists() and not destination.is_dir():
         raise ConvertError(f"convert: the destination {destination} is no folder")

@@ -37,7 +37,7 @@ def copied_bytes(source: Checkpoint) -> int:
 
 def has_index(source: Checkpoint, files: Sequence[OutFile]) -> bool:
     """Whether the result has an index; a single file without one is renamed last instead."""
-    return len(files) > 1 or (source.path / INDEX).exists()
+    return len(files) > 1 or (not source.alone and (source.path / INDEX).exists())
 
 
 def identity_of(source: Checkpoint, files: Sequence[OutFile], report: Report) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Checkpoint:
         quantization: config of quantization: from config.json, else hf_quant_config.json.
         others: files beside the weights, to be copied (relative, sorted).
         left_out: weights in other forms and hidden folders, which are not copied.
+        alone: the source is one file, whatever lies beside it.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class Checkpoint:
     quantization: dict[str, Any] | None
     others: tuple[str, ...]
     left_out: tuple[str, ...]
+    alone: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -197,7 +199,7 @@ def read_source(path: str | Path) -> Checkpoint:
         _check_index(folder / INDEX, declared, tensors)
     config, quantization = _configs(folder)
     others, left_out = ((), ()) if alone else _others(folder, files)
-    return Checkpoint(folder, name, tuple(files), tensors, metadata, headers, config, quantization, others, left_out)
+    return Checkpoint(folder, name, tuple(files), tensors, metadata, headers, config, quantization, others, left_out, alone)
 
 
 def _check_index(index: Path, declared: dict[str, str], tensors: dict[str, Source]) -> None:
