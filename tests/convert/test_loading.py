@@ -11,8 +11,9 @@ from moe_ops import MoELayer, dequantize, quantize_weight
 from moe_ops.convert import convert, verify
 from moe_ops.convert.types import LAYOUTS, Weight
 from moe_ops.core.numerics import decode_e8m0, relative_error
-from moe_ops.hf import load_quantized, quantize_model_
+from moe_ops.hf import load_quantized, quantize_model_, register
 from moe_ops.hf.checkpoint import CheckpointFolder
+from moe_ops.hf.experts import experts_modules
 from moe_ops.hf.small import FAMILIES, build
 from moe_ops.layer.dialects import quantization_config
 
@@ -162,6 +163,26 @@ def test_only_experts_leaves_attention_as_it_is(fmt, checkpoints, tmp_path):
     assert torch.equal(logits(load_quantized(tmp_path / "out")), logits(model))
     q = CheckpointFolder(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(q, CheckpointFolder(source)["model.layers.0.self_attn.q_proj.weight"])
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "fp8_block"}, {"format": "fp8_block", "rounding": "pow2"}], ids=str)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt-oss"])
+def test_transformers_keeps_experts_in_8_bits(family, options, checkpoints, tmp_path, device, monkeypatch):
+    """On a GPU Transformers holds the experts of the default layout as they are stored, and our function runs them; attention stays in bf16."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    if device.type == "cpu":  # it would dequantize; without the check it loads as on a GPU
+        monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+    convert(checkpoints(family), tmp_path / "out", only="experts", **options)
+    register()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", experts_implementation="moe_ops", dtype=torch.bfloat16, device_map={"": device}
+    )
+    assert all(type(m).__name__ == "FP8Experts" and m.gate_up_proj.dtype == torch.float8_e4m3fn for _, m in experts_modules(model))
+    assert not any(type(m).__name__ == "FP8Linear" for m in model.modules())
+    ids = prompt().to(device)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, load_quantized(tmp_path / "out", device=device)(ids).logits)
 
 
 def fp8_checkpoint(source, into, rule, kind):
