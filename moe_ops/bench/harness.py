@@ -27,9 +27,10 @@ A benchmark file (benchmarks/<part>/bench_<stem>.py) reads
 - All calls of a pass are captured in one CUDA graph; implementations take turns, replay by replay. A row holds p20, p50 and p80.
 - No time without a right result: the output must match the reference (bytes equal, or `tolerance` on ||out - ref|| / ||ref||) in memory
   that held 0xFF bytes before, and the graph's replay must give the same bytes as the eager call.
+- A case may have a goal (`Goal`), which its row is judged by; `benchmarks/goals.py` runs all of those alone.
 - On a machine without a GPU the `cpu` sizes are checked and nothing is timed or written, so every benchmark file can run as a test.
 
-Command line of every benchmark file: [--only SUBSTRING] [--out DIR] [--commit ID] [--reps N].
+Command line of every benchmark file: [--only SUBSTRING] [--goals] [--no-time] [--out DIR] [--commit ID] [--reps N].
 """
 
 import argparse
@@ -44,6 +45,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from moe_ops.bench.goal import Goal
+from moe_ops.bench.launches import launches_of
 from moe_ops.bench.provenance import device_folder, device_name, provenance
 from moe_ops.bench.roofline import roof_of
 from moe_ops.core.numerics import relative_error
@@ -176,6 +179,21 @@ def host_seconds(call: Call, reps: int = 100) -> float:
     return sorted(runs)[1]
 
 
+def _host_columns(call: Call, *, bare: bool) -> dict[str, float]:
+    """Columns about the CPU's work in one eager call; with `bare`, that of the same launches by Triton alone beside it."""
+    launches = launches_of(call)
+    columns = {"host_us": round(host_seconds(call) * 1e6, 2), "launches": len(launches)}
+    if bare:
+        launcher = host_seconds(lambda: [launch() for launch in launches]) * 1e6
+        columns |= {"launcher_us": round(launcher, 2), "beyond_launcher_us": round(columns["host_us"] - launcher, 2)}
+    return columns
+
+
+def _judged(row: dict[str, Any]) -> str:
+    """Goal and verdict of a row."""
+    return f"goal {row['goal']}: {row['goal_value']:g}, {'met' if row['goal_met'] else 'MISSED'}"
+
+
 class Bench:
     """Cases of one op: checked, timed, printed, written. See the module's docstring for a whole benchmark file."""
 
@@ -188,6 +206,8 @@ class Bench:
         """
         parser = argparse.ArgumentParser(prog=f"bench_{op}")
         parser.add_argument("--only", default="", help="run the cases whose name holds this text")
+        parser.add_argument("--goals", action="store_true", help="run the cases that have a goal")
+        parser.add_argument("--no-time", action="store_true", help="compile and check, time nothing")
         parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
         parser.add_argument("--commit", default="", help="commit to record where git cannot be asked")
         parser.add_argument("--reps", type=int, default=50, help="replays of each graph")
@@ -215,6 +235,7 @@ class Bench:
         memory: str = "copy",
         math: str = "fp8",
         copies: int | None = None,
+        goal: Goal | None = None,
         **extra: Any,
     ) -> None:
         """Check and time several implementations of one problem, in turns.
@@ -230,12 +251,13 @@ class Bench:
             memory: "copy" or "read": the bandwidth that the limit counts with.
             math: "fp8" or "bf16": the rate that the limit counts with.
             copies: input copies to rotate over; default by `nbytes`.
+            goal: what one implementation has to reach; a missed one is printed, and is no failure.
             extra: more columns for the rows (config, distribution, ..).
 
         Raises:
             ValueError: neither or both of `reference` and `check`.
         """
-        if self.args.only not in shape:
+        if self.args.only not in shape or (self.args.goals and goal is None):
             return
         if (reference is None) == (check is None):
             raise ValueError("Bench.case: give one of reference and check")
@@ -243,10 +265,8 @@ class Bench:
             expected = reference() if reference is not None else None
             check = lambda out: difference(out, expected, tolerance)  # noqa: E731
         count = copies or max(1, min(MAX_COPIES, int(-(-ROTATE_BYTES // max(1.0, nbytes)))))
-        if not self.has_gpu:
-            count = 1
         graphs: dict[str, _Graph] = {}
-        host: dict[str, float] = {}
+        host: dict[str, dict[str, float]] = {}
         for impl, make in impls.items():
             label = f"{self.op} {impl} {shape}"
             first = make(0)
@@ -254,10 +274,10 @@ class Bench:
             if wrong is not None:
                 self._fail(f"{label}: {wrong}")
                 continue
-            if not self.has_gpu:
-                print(f"{label}: right (no GPU here, no time)", flush=True)
+            if not self.has_gpu or self.args.no_time:
+                print(f"{label}: right ({'not timed' if self.has_gpu else 'no GPU here, no time'})", flush=True)
                 continue
-            host[impl] = host_seconds(first)
+            host[impl] = _host_columns(first, bare=goal is not None and goal.figure == "beyond_launcher_us" and impl == goal.impl)
             graph = _Graph([first, *(make(copy) for copy in range(1, count))])
             replayed = difference(graph.first_output, first())
             if replayed is not None:
@@ -268,7 +288,8 @@ class Bench:
         roof = roof_of(device_name())
         if roof is not None:
             limit = roof.limit(nbytes, flops, memory=memory, math=math)
-        for impl, (p20, p50, p80) in _timed(graphs, self.args.reps).items():
+        times = _timed(graphs, self.args.reps)
+        for impl, (p20, p50, p80) in times.items():
             row = {
                 "op": self.op,
                 "impl": impl,
@@ -276,7 +297,7 @@ class Bench:
                 "p20_us": round(p20 * 1e6, 2),
                 "p50_us": round(p50 * 1e6, 2),
                 "p80_us": round(p80 * 1e6, 2),
-                "host_us": round(host[impl] * 1e6, 2),
+                **host[impl],
                 "GB_s": round(nbytes / p50 / 1e9, 1),
                 "TFLOP_s": round(flops / p50 / 1e12, 1),
                 "limit_us": None if limit is None else round(limit * 1e6, 2),
@@ -284,6 +305,8 @@ class Bench:
                 **extra,
                 **provenance(self.args.commit),
             }
+            if goal is not None:
+                row |= goal.columns(row, {name: t[1] * 1e6 for name, t in times.items()})
             self.rows.append(row)
             self._print(row)
 
@@ -293,9 +316,13 @@ class Bench:
 
     def _print(self, row: dict[str, Any]) -> None:
         share = "" if row["of_limit"] is None else f"  {100 * row['of_limit']:5.1f}% of {row['limit_us']} us"
+        host = f"  {row['launches']} launches, CPU {row['host_us']} us"
+        if "launcher_us" in row:
+            host += f" (Triton's launcher alone {row['launcher_us']})"
+        goal = f"  {_judged(row)}" if "goal" in row else ""
         print(
             f"{row['op']} {row['impl']:10} {row['shape']:40} {row['p50_us']:9.2f} us ({row['p20_us']} - {row['p80_us']})"
-            f"  {row['GB_s']:8.1f} GB/s  {row['TFLOP_s']:7.1f} TFLOP/s{share}",
+            f"  {row['GB_s']:8.1f} GB/s  {row['TFLOP_s']:7.1f} TFLOP/s{share}{host}{goal}",
             flush=True,
         )
 
@@ -313,6 +340,10 @@ class Bench:
     def exit(self) -> None:
         """Write the rows and end the process: exit status 1 when a case failed its check."""
         path = self.write()
+        judged = [r for r in self.rows if "goal" in r]
+        if judged:
+            missed = "".join(f"\n  missed: {r['op']} {r['impl']} {r['shape']}: {_judged(r)}" for r in judged if not r["goal_met"])
+            print(f"{self.op}: {sum(r['goal_met'] for r in judged)} of {len(judged)} goals met{missed}")
         if path is not None:
             print(f"wrote {path}")
         sys.exit(1 if self.failures else 0)

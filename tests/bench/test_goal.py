@@ -1,0 +1,120 @@
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from moe_ops.bench import filled
+from moe_ops.bench.goal import Goal
+from moe_ops.bench.harness import Bench
+from moe_ops.bench.launches import launches_of
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    "goal,row,value,met,text",
+    [
+        (Goal("p50_us", 8.0), {"p50_us": 8.0}, 8.0, True, "p50_us <= 8"),
+        (Goal("p50_us", 8.0), {"p50_us": 8.1}, 8.1, False, "p50_us <= 8"),
+        (Goal("of_limit", 0.9), {"p50_us": 1.0, "of_limit": 0.9}, 0.9, True, "of_limit >= 0.9"),
+        (Goal("of_limit", 0.9), {"p50_us": 1.0, "of_limit": 0.899}, 0.899, False, "of_limit >= 0.9"),
+        (Goal("beyond_launcher_us", 10.0), {"p50_us": 1.0, "beyond_launcher_us": 12.5}, 12.5, False, "beyond_launcher_us <= 10"),
+    ],
+    ids=["time at the bound", "time above it", "share at the bound", "share below it", "CPU time above the bound"],
+)
+def test_row_is_judged_by_its_figure(goal, row, value, met, text):
+    row = {"impl": "triton"} | row
+    assert goal.columns(row, {"triton": row["p50_us"]}) == {"goal": text, "goal_value": value, "goal_met": met}
+
+
+def test_ratio_compares_two_implementations_of_one_case():
+    goal = Goal("ratio", 1.3, "large", to="small")
+    times = {"small": 2.0, "large": 2.5}
+    assert goal.columns({"impl": "large"}, times) == {"goal": "ratio to small <= 1.3", "goal_value": 1.25, "goal_met": True}
+    assert goal.columns({"impl": "small"}, times) == {}
+    assert goal.columns({"impl": "large"}, {"large": 2.5}) == {}  # the other one failed its check
+    assert not goal.columns({"impl": "large"}, {"small": 1.0, "large": 2.0})["goal_met"]
+
+
+def test_baseline_and_a_row_without_the_figure_are_not_judged():
+    goal = Goal("of_limit", 0.9)
+    assert goal.columns({"impl": "torch", "of_limit": 0.1}, {"torch": 1.0}) == {}
+    assert goal.columns({"impl": "triton", "of_limit": None}, {"triton": 1.0}) == {}  # nobody measured this machine's limits
+
+
+@pytest.mark.parametrize(
+    "figure,to", [("p90_us", ""), ("ratio", ""), ("p50_us", "other")], ids=["no such figure", "ratio to nothing", "time to something"]
+)
+def test_goal_that_means_nothing_is_refused(figure, to):
+    with pytest.raises(ValueError, match="Goal: figure"):
+        Goal(figure, 1.0, to=to)
+
+
+def test_goals_alone_run_on_request(capsys):
+    def make(copy):
+        return lambda: torch.ones(3)
+
+    bench = Bench("ones", ["--goals", "--no-time"])
+    bench.case("with", {"triton": make}, reference=lambda: torch.ones(3), nbytes=1, goal=Goal("p50_us", 1.0))
+    bench.case("without", {"triton": make}, reference=lambda: torch.ones(3), nbytes=1)
+    bench.case("wrong", {"triton": make}, reference=lambda: torch.zeros(3), nbytes=1, goal=Goal("p50_us", 1.0))
+    printed = capsys.readouterr().out
+    assert "ones triton with: right" in printed and "without" not in printed
+    assert not bench.rows and [f.split(":")[0] for f in bench.failures] == ["ones triton wrong"]
+
+
+def test_end_of_a_run_counts_the_goals_and_names_the_missed(capsys, tmp_path):
+    bench = Bench("op", ["--out", str(tmp_path)])
+    row = {"op": "op", "impl": "triton", "goal": "p50_us <= 8"}
+    bench.rows += [row | {"shape": "T=1", "goal_value": 7.5, "goal_met": True}, row | {"shape": "T=16", "goal_value": 9.0, "goal_met": False}]
+    with pytest.raises(SystemExit) as end:
+        bench.exit()
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert "op: 1 of 2 goals met" in printed and "missed: op triton T=16: goal p50_us <= 8: 9, MISSED" in printed
+
+
+def test_launches_of_a_call_can_be_repeated_alone(monkeypatch):
+    ran = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, grid, warmup, **options: ran.append((kernel, args, grid, warmup, options)))
+    kernel = JITFunction.__new__(JITFunction)
+
+    def call():
+        kernel[(2,)](1, x=3)
+        kernel[(5, 1)](2, num_warps=4)
+        kernel.run(7, grid=(1,), warmup=True)  # compiled ahead, not launched
+
+    launches = launches_of(call)
+    first, ran[:] = list(ran), []
+    assert len(launches) == 2 and len(first) == 3
+    for launch in launches:
+        launch()
+    assert ran == first[:2]
+
+
+@pytest.mark.gpu
+def test_call_is_set_beside_its_bare_launches():
+    from moe_ops import quantize
+
+    x = torch.randn(4, 256, device="cuda")
+    bench = Bench("quantize", ["--reps", "3"])
+    bench.case("x", {"triton": lambda copy: lambda: quantize(x, "mxfp8")}, check=lambda out: None, nbytes=1, goal=Goal("beyond_launcher_us", 1e3))
+    (row,) = bench.rows
+    assert row["launches"] == 1 and 0 < row["launcher_us"] < row["host_us"]
+    assert row["goal_met"] and row["goal_value"] == round(row["beyond_launcher_us"], 3)
+
+
+@pytest.mark.parametrize("form", filled.FORMS)
+def test_filled_rows_are_the_same_in_every_capacity_and_the_rest_is_nan(form):
+    small, counts = filled.buffer(form, 64, 64, 8, torch.float32, torch.device("cpu"), 3)
+    large, more = filled.buffer(form, 128, 64, 8, torch.float32, torch.device("cpu"), 3)
+    assert torch.equal(counts, more) and counts.sum() == 64
+    assert torch.equal(filled.rows_of(small, form, 64), filled.rows_of(large, form, 64))
+    assert small.isfinite().all() and large.isnan().sum() == 64 * 8
+
+
+def test_files_with_goals_are_found():
+    files = runpy.run_path(str(BENCHMARKS / "goals.py"))["files"]()
+    assert {f.stem for f in files} >= {"bench_launch", "bench_quantize", "bench_silu_mul_quantize", "bench_combine", "bench_route"}
