@@ -1,0 +1,39 @@
+"""The figures of the README's section on conversion are those of the committed results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+README = (ROOT / "README.md").read_text()
+
+ROWS = {
+    "mxfp8 rceil": "mxfp8 rceil (default)",
+    "mxfp8 floor": "mxfp8 floor",
+    "mxfp8 even": "mxfp8 even",
+    "mxfp8 stochastic": "mxfp8 rceil, stochastic",
+    "fp8_block": "fp8_block",
+}
+
+
+@pytest.mark.parametrize("variant", ROWS)
+def test_trained_weights(variant):
+    v = json.loads((RESULTS / "real_weights.json").read_text())["variants"][variant]
+    embedding = f"{v['embedding_cosine_mean']:.5f} / {v['embedding_cosine_min']:.5f}"
+    row = f"| {ROWS[variant]} | {v['sqnr_db']:.2f} | {v['worst_sqnr_db']:.2f} | {v['lowest_cosine']:.6f} | {embedding} |"
+    assert f"{row} {v['similarity_largest_change']:.4f} |" in README
+    assert len(v["weights"]) == 36 and all({"sqnr_db", "cosine"} == set(w) for w in v["weights"].values())
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3-moe", "Qwen3-MoE"), ("deepseek-v3", "DeepSeek-V3"), ("mixtral", "Mixtral"), ("gpt-oss", "gpt-oss")]
+)
+def test_four_families(family, name):
+    rows = {r["format"]: r for r in json.loads((RESULTS / "round_trip.json").read_text())["rows"] if r["family"] == family}
+    cells = []
+    for fmt in ("mxfp8", "fp8_block"):
+        weights = rows[fmt]["weights"]
+        cells += ["" if weights is None else f"{weights:.3f}", f"{rows[fmt]['experts_run_quantized']:.3f}"]
+    assert "| " + " | ".join([name, *cells]).replace("|  |", "| |") + " |" in README
