@@ -1,0 +1,135 @@
+"""The commands: exit status, what goes to stdout and to stderr, and JSON for machines."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from moe_ops.cli import main
+from moe_ops.convert import ConvertError, conversion
+
+
+def test_convert_verify_inspect(pristine, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["convert", str(pristine), out, "--format", "fp8_block", "--rounding", "pow2", "--exclude", "re:.*o_proj", "--threads", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "fp8_block, rounding pow2, layout hf" in printed.out and "24 quantized" in printed.out and "SQNR" in printed.out
+    assert "convert:" not in printed.err  # no terminal, no progress bar
+    assert main(["verify", out, "--against", str(pristine)]) == 0
+    assert "byte for byte" in capsys.readouterr().out
+    assert main(["inspect", out]) == 0
+    assert "F8_E4M3" in capsys.readouterr().out
+    assert main(["convert", out, str(tmp_path / "mx"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tensors"]["reencoded"] == report["reencoded_exactly"] == 24 and report["bytes_out"] > 0
+
+
+def test_json_is_all_there_is_on_stdout(pristine, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["convert", str(pristine), out, "--dry-run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["dry_run"] and report["tensors"]["quantized"] == 26 and not os.path.exists(out)
+    assert report["kept"]["model.layers.0.mlp.gate.weight"].endswith("router")
+    assert main(["convert", str(pristine), out, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["errors"]) == 26 and report["error"]["cosine"] > 0.999
+    assert main(["verify", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hashed"] == 59
+    assert main(["inspect", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dialect"] == "mxfp8"
+
+
+def test_errors_go_to_stderr_and_set_the_status(pristine, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    for argv, text in (
+        (["convert", str(tmp_path / "none"), out], "does not exist"),
+        (["convert", str(pristine), str(pristine)], "must lie outside"),
+        (["convert", str(pristine), out, "--rounding", "pow2"], "rounding must be one of"),
+        (["convert", str(pristine), out, "--include", "re:nothing"], "nothing"),
+        (["verify", str(tmp_path / "none")], "no folder"),
+        (["inspect", str(tmp_path)], "no *.safetensors"),
+    ):
+        assert main([*argv, "--json"]) == 1
+        printed = capsys.readouterr()
+        assert text in printed.err and printed.err.startswith("moe-ops: ")
+        assert text in json.loads(printed.out)["message"]
+    assert not os.path.exists(out)
+
+
+@pytest.mark.parametrize("argv", (["convert"], ["convert", "a", "b", "--format", "int4"], ["convert", "a", "b", "--threads", "0"], ["verify"]))
+def test_wrong_usage(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2 and "usage: moe-ops" in capsys.readouterr().err
+
+
+def test_a_bad_result_sets_the_status(pristine, tmp_path, capsys):
+    assert main(["verify", str(pristine)]) == 1
+    assert "NOT OK" in capsys.readouterr().out
+
+
+def test_interrupt(pristine, tmp_path, monkeypatch, capsys):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "plan_conversion", stop)
+    assert main(["convert", str(pristine), str(tmp_path / "out")]) == 130
+    assert "goes on from here" in capsys.readouterr().err
+
+
+def test_progress_bar_has_rate_and_time_left(pristine, tmp_path):
+    code = "import sys; from moe_ops.convert import convert; convert(sys.argv[1], sys.argv[2], progress=True)"
+    done = subprocess.run([sys.executable, "-c", code, pristine, tmp_path / "out"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"convert: 100%.* 4.36M/4.36M \[.*<00:00, .*B/s", done.stderr), done.stderr
+    assert not done.stdout
+
+
+MEMORY = """
+import json, re, sys, threading, time
+from moe_ops.convert import convert
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+peak, stop = [0], threading.Event()
+def watch():
+    while not stop.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+before = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+convert(sys.argv[1], sys.argv[2], include=["re:.*"], threads=2)
+stop.set()
+print(peak[0] - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+def test_WHOLE_memory_is_a_few_buffers_whatever_the_size(tmp_path):
+    """One tensor of 192 MiB and 100 MiB of others, on two threads of about 35 MiB."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    g = torch.Generator().manual_seed(0)
+    row = torch.randn(1024, generator=g).bfloat16()
+    tensors = {"big.weight": row.expand(96 * 1024, 1024).contiguous()}
+    tensors |= {f"layers.{i}.up.weight": row.roll(i).expand(2560, 1024).contiguous() for i in range(20)}
+    save_file(tensors, folder / "model.safetensors")
+    done = subprocess.run([sys.executable, "-c", MEMORY, folder, tmp_path / "out"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 150 << 20
+
+
+def test_functions_are_the_commands():
+    import moe_ops.convert as package
+
+    assert {"convert", "verify", "inspect", "Options", "Report", "ConvertError"} <= set(package.__all__)
+    assert callable(package.convert) and callable(package.verify) and callable(package.inspect)
+    assert issubclass(ConvertError, ValueError)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018

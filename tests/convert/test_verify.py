@@ -1,0 +1,193 @@
+"""`verify` finds every damage that a loader would load without a word; `inspect` describes what is there."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_ops.convert import ConvertError, convert, inspect, pieces, verify
+from moe_ops.convert.source import STATE
+
+INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00003.safetensors"
+EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
+
+
+@pytest.fixture(scope="module", params=("mxfp8", "fp8_block"))
+def made(request, pristine, tmp_path_factory):
+    """A result, made once."""
+    out = tmp_path_factory.mktemp("made") / request.param
+    convert(pristine, out, format=request.param)
+    return out
+
+
+@pytest.fixture
+def result(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "out")
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def rewrite(folder, change, file=FIRST):
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, {"format": "pt"})
+
+
+def problems(folder, **options):
+    found = verify(folder, **options)
+    assert found.ok == (not found.problems)
+    return "\n".join(found.problems)
+
+
+def test_a_good_result(result, pristine):
+    found = verify(result, against=pristine)
+    assert found.ok and found.quantized == 26 and found.hashed == found.compared == 59
+    assert 30 < found.error.sqnr_db < 33
+    text = found.text()
+    assert "ok, " in text and "59 tensors are what moe_ops_convert.json says, byte for byte" in text and "what the source gives" in text
+    assert json.loads(json.dumps(found.as_json()))["ok"]
+
+
+def test_tensors_that_are_cut(pristine, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 24 << 10)
+    convert(pristine, tmp_path / "out")
+    found = verify(tmp_path / "out", against=pristine)
+    assert found.ok and found.hashed == found.compared == 59
+
+
+def test_a_flipped_bit_is_found(result):
+    with open(result / FIRST, "r+b") as f:
+        f.seek(-3, os.SEEK_END)
+        byte = f.read(1)
+        f.seek(-3, os.SEEK_END)
+        f.write(bytes([byte[0] ^ 1]))
+    assert "is damaged: its bytes are not those that were written" in problems(result)
+
+
+def drop_manifest(folder):
+    (folder / "moe_ops_convert.json").unlink()
+
+
+def nan_element(folder):
+    rewrite(folder, lambda t: t[f"{EXPERT}.weight"].view(torch.uint8)[3].fill_(0xFF))
+
+
+def nan_scale(folder):
+    def change(tensors):
+        scale = tensors[f"{EXPERT}.weight_scale_inv"]
+        scale[0, 0] = 255 if scale.dtype == torch.uint8 else float("nan")
+
+    rewrite(folder, change)
+
+
+def missing_scale(folder):
+    rewrite(folder, lambda t: t.pop(f"{EXPERT}.weight_scale_inv"))
+    edit(folder / INDEX, lambda c: c["weight_map"].pop(f"{EXPERT}.weight_scale_inv"))
+
+
+def scale_of_another_shape(folder):
+    def change(tensors):
+        name = f"{EXPERT}.weight_scale_inv"
+        tensors[name] = tensors[name][:-1].contiguous()
+
+    rewrite(folder, change)
+
+
+def scale_of_another_name(folder):
+    """Transformers only reports the keys and leaves raw elements in the model."""
+    rewrite(folder, lambda t: t.update({f"{EXPERT}.weight_scale": t.pop(f"{EXPERT}.weight_scale_inv")}))
+    edit(folder / INDEX, lambda c: c["weight_map"].update({f"{EXPERT}.weight_scale": c["weight_map"].pop(f"{EXPERT}.weight_scale_inv")}))
+
+
+@pytest.mark.parametrize("own", (True, False), ids=("with manifest", "without"))
+@pytest.mark.parametrize("damage", (nan_element, nan_scale, missing_scale, scale_of_another_shape, scale_of_another_name), ids=lambda f: f.__name__)
+def test_damaged_pairs(damage, own, result):
+    if not own:
+        drop_manifest(result)
+    damage(result)
+    text = problems(result)
+    assert EXPERT in text
+    assert {"nan_element": "NaN", "nan_scale": "NaN", "missing_scale": "missing", "scale_of_another_shape": "shape"}.get(
+        damage.__name__, "scale"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    (
+        (lambda f: (f / INDEX).unlink(), f"no {INDEX}"),
+        (lambda f: edit(f / INDEX, lambda c: c["metadata"].update(total_size=1)), "total_size 1"),
+        (lambda f: edit(f / INDEX, lambda c: c["weight_map"].popitem()), "is not in"),
+        (lambda f: edit(f / "config.json", lambda c: c["quantization_config"].pop("weight_block_size")), "weight_block_size"),
+        (lambda f: edit(f / "config.json", lambda c: c.pop("quantization_config")), "no quantization_config"),
+        (
+            lambda f: edit(
+                f / "config.json", lambda c: c["quantization_config"].update(modules_to_not_convert=["model.norm"], ignored_layers=["model.norm"])
+            ),
+            "4 modules are not quantized and not named in quantization_config",
+        ),
+        (
+            lambda f: edit(f / "config.json", lambda c: c["quantization_config"]["ignored_layers"].append(EXPERT)),
+            "1 modules are quantized, but quantization_config says they are not",
+        ),
+        (lambda f: (f / FIRST).unlink(), "is missing"),
+        (lambda f: os.truncate(f / FIRST, 5000), "truncated"),
+        (lambda f: (f / STATE).mkdir(), "not finished"),
+        (lambda f: rewrite(f, lambda t: t.update(extra=torch.zeros(2))), "extra"),
+    ),
+)
+def test_damaged_folder(damage, text, result):
+    damage(result)
+    assert text in problems(result)
+
+
+def test_another_source_is_told_from_the_right_one(result, source, single):
+    def change(tensors):
+        tensors["model.layers.0.mlp.experts.2.up_proj.weight"][7, 7] += 1.0
+
+    rewrite(source, change)
+    text = problems(result, against=source)
+    assert "model.layers.0.mlp.experts.2.up_proj.weight" in text and "are not what the source gives" in text
+    assert problems(result, against=single) == ""  # the same tensors in one file
+
+
+def test_against_needs_the_options(result, pristine):
+    drop_manifest(result)
+    assert problems(result) == ""
+    assert "moe_ops_convert.json" in problems(result, against=pristine)
+
+
+def test_modelopt_needs_both_keys(pristine, tmp_path):
+    out = tmp_path / "out"
+    convert(pristine, out, layout="modelopt")
+    assert verify(out, against=pristine).ok
+    edit(out / "hf_quant_config.json", lambda c: c["quantization"].pop("kv_cache_quant_algo"))
+    assert "kv_cache_quant_algo" in problems(out)
+
+
+def test_source_that_is_not_quantized(pristine, tmp_path):
+    assert "no tensor is quantized" in problems(pristine)
+    with pytest.raises(ConvertError, match="no folder"):
+        verify(tmp_path / "none")
+
+
+def test_inspect(result, pristine):
+    found = inspect(result)
+    assert found["problem"] is None and found["family"] == "qwen_moe" and found["made_by"]["source_name"] == "model"
+    assert found["kinds"]["model.layers.*.mlp.experts.*.gate_proj.weight"] == {
+        "count": 6,
+        "dtypes": ["F8_E4M3"],
+        "shapes": [[384, 256]],
+        "bytes": 6 * 384 * 256,
+    }
+    plain = inspect(pristine)
+    assert (plain["dialect"], plain["made_by"]) == ("bf16", None) and plain["parameters"] == found["parameters"]
+    missing_scale(result)
+    assert EXPERT in inspect(result)["problem"]
