@@ -6,7 +6,6 @@ names is quantized where it is a weight [N, K].
 | family      | model types                                              | never quantized, beside what holds for all |
 |-------------|----------------------------------------------------------|--------------------------------------------|
 | qwen_moe    | qwen2_moe, qwen3_moe                                     | gate of the shared expert                  |
-| qwen3_vl_moe | qwen3_vl_moe(_text)                                     | vision                                     |
 | qwen3_5_moe | qwen3_next, qwen3_5_moe(_text)                           | the same, gates of linear attention, vision |
 | deepseek    | deepseek_v2, deepseek_v3, deepseek_v32                   | indexer's head weights; kv_b_proj in mxfp8 |
 | kimi        | kimi_k2, kimi_k25                                        | as deepseek, vision                        |
@@ -76,7 +75,6 @@ _INDEXER = ((r".*\.indexer\.weights_proj", "head weights of the sparse attention
 
 FAMILIES: tuple[Family, ...] = (
     Family("qwen_moe", ("qwen2_moe", "qwen3_moe")),
-    Family("qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), stacks=Stacks(transposed=True)),
     Family(
         "qwen3_5_moe",
         ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),

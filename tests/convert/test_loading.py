@@ -62,12 +62,12 @@ def tensor_bytes(t):
     return t.contiguous().view(torch.uint8)
 
 
-def from_pretrained(folder):
+def from_pretrained(folder, kind=transformers.AutoModelForCausalLM):
     """The model of Transformers. On a GPU its FP8 layers would need kernels from a hub: it dequantizes there too."""
     config = transformers.AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         config.quantization_config["dequantize"] = True
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16)
+    model = kind.from_pretrained(folder, config=config, dtype=torch.bfloat16)
     model.set_experts_implementation("eager")
     return model.eval()
 
@@ -126,6 +126,22 @@ def test_MAP_other_families_as_transformers_writes_them(kind, tmp_path):
     (tmp_path / "same").mkdir()
     same = rounded(tmp_path / "source", report.plan, "mxfp8", tmp_path / "same", experts=True)
     assert torch.equal(logits(from_pretrained(tmp_path / "out")), logits(from_pretrained(same)))
+
+
+def test_MAP_a_model_with_a_vision_tower(tmp_path):
+    """Its language model lies one name deeper and its model_type one config deeper; the tower is kept."""
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128, "num_position_embeddings": 64}
+    config = transformers.Qwen3_5MoeConfig(text_config=COMMON | QWEN | LINEAR, vision_config=vision)
+    torch.manual_seed(0)
+    transformers.Qwen3_5MoeForConditionalGeneration(config).bfloat16().save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out")
+    names = [e.name for e in report.plan.entries if isinstance(e, Weight)]
+    assert names and all(n.startswith("model.language_model.layers.") for n in names)
+    assert any(n.startswith("model.visual.") for n in report.plan.kept_modules) and report.plan.family == "qwen3_5_moe"
+    (tmp_path / "same").mkdir()
+    same = rounded(tmp_path / "source", report.plan, "mxfp8", tmp_path / "same", experts=True)
+    kind = transformers.AutoModelForImageTextToText
+    assert torch.equal(logits(from_pretrained(tmp_path / "out", kind)), logits(from_pretrained(same, kind)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
