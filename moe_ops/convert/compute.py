@@ -18,7 +18,7 @@ from moe_ops.quant import fp8_block, mxfp8
 from moe_ops.quant.dequantize import dequantize, dequantize_ref
 from moe_ops.quant.stochastic import key_of, stochastic_bits
 from moe_ops.quant.weight import quantize_weight
-from moe_ops.quant.weight_cpu import Sums, WeightQuantizer
+from moe_ops.quant.weight_cpu import Sums, WeightQuantizer, dequantize_rows_cpu
 
 #: Elements whose fp32 values exist at once where a quantized source is rounded again.
 _AGAIN = 1 << 20
@@ -241,7 +241,7 @@ class Worker:
             found = [data, scale]
         else:
             rows = as_bytes(rows)
-            if bool(((rows & 0x7F) == 0x7F).any()):
+            if rows.numel() and int((rows & 0x7F).max()) == 0x7F:
                 raise ConvertError(f"convert: tensor {entry.weight.name!r} of {self.reader.path / entry.weight.file} holds NaN")
             scale = self._scale(entry)
             kept = None if entry.action == "dequantize" else exact_scale(scale, entry.fmt, self.options, matrix(entry))
@@ -315,6 +315,8 @@ def _rows(scale: torch.Tensor, fmt: str, piece: Piece) -> torch.Tensor:
 
 
 def _dequantized(rows: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+    if rows.device.type == "cpu":
+        return dequantize_rows_cpu(rows, scale, fmt).to(dtype)
     return dequantize_ref(rows.contiguous(), scale.contiguous(), fmt, 128 if fmt == "fp8_block" else 1, 1, dtype)
 
 

@@ -218,7 +218,7 @@ def _check_bytes(found: Checkpoint, tensors: Tensors, scales: set[str], made: di
 
 def _what_is_wrong(raw: torch.Tensor, source: Source, scale: bool, e8m0: bool) -> str | None:
     if source.dtype == "F8_E4M3":
-        return "holds NaN" if bool(((raw & 0x7F) == 0x7F).any()) else None
+        return "holds NaN" if raw.numel() and int((raw & 0x7F).max()) == 0x7F else None
     if not scale:
         return None
     if source.dtype in ("U8", "F8_E8M0"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ops.core.formats import E4M3, E4M3_MAX, Format, QTensor, as_bytes, get_format, scale_shape
+from moe_ops.core.numerics import decode_e8m0
 from moe_ops.quant import fp8_block, mxfp8
 from moe_ops.quant.fp8_block import block_scale
 from moe_ops.quant.mxfp8 import GROUP, reciprocal, scale_byte
@@ -194,10 +195,7 @@ class WeightQuantizer:
 
     def _sums(self, x: torch.Tensor, y: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, top: float) -> Sums:
         """Sums of one tile from scaled values x, bytes and the scales relative to `top`."""
-        # e4m3 to fp32 in integers (torch's cast is not vectorised): the sign extended byte, moved to sign, exponent and mantissa, is 2^-120 of it
-        bits = y.view(torch.int32).view(data.shape)
-        bits.copy_(data.view(torch.int8))
-        bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+        _decode(data, y.view(data.shape))
         torch.mul(y, weight * 2.0**120, out=y)
         torch.mul(x, weight, out=x)
         a, b = x.view(-1), y.view(-1)
@@ -219,6 +217,41 @@ class WeightQuantizer:
         data.copy_(bits.view(data.shape))
         scale.copy_(s.view(scale.shape))
         return Sums(not_finite=True)
+
+
+def _decode(data: torch.Tensor, into: torch.Tensor) -> None:
+    """e4m3 bytes, none of them NaN, to 2^-120 of their values in fp32.
+
+    In integers, since torch's cast is not vectorised: the byte with its sign extended, moved to where fp32 has sign, exponent and mantissa.
+    """
+    bits = into.view(torch.int32)
+    bits.copy_(data.view(torch.int8))
+    bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+
+
+def dequantize_rows_cpu(data: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
+    """`dequantize_ref` of rows [N, K] on the CPU, the same fp32 values, where no element is NaN.
+
+    Args:
+        data: uint8 [N, K], N starting at a tile of 128 rows for fp8_block.
+        scale: bytes [N, K / 32] or fp32 [ceil(N / 128), ceil(K / 128)].
+        fmt: "mxfp8" or "fp8_block".
+    """
+    n, k = data.shape
+    out = torch.empty(n, k)
+    _decode(data, out)
+    out.mul_(2.0**120)
+    if fmt == "mxfp8":
+        out.view(-1, GROUP).mul_(decode_e8m0(scale).reshape(-1, 1))
+        return out
+    whole = k // 128 * 128
+    for row in range(0, n, 128):
+        tiles, s = out[row : row + 128], scale[row // 128]
+        if whole:
+            tiles[:, :whole].unflatten(1, (-1, 128)).mul_(s[: whole // 128].unsqueeze(-1))
+        if whole < k:
+            tiles[:, whole:].mul_(s[-1])
+    return out
 
 
 def _signed(value: int) -> int:

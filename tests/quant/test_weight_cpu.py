@@ -6,6 +6,7 @@ import torch
 from moe_ops.core.formats import as_bytes
 from moe_ops.core.numerics import uneven
 from moe_ops.quant import weight_cpu
+from moe_ops.quant.dequantize import dequantize_ref
 from moe_ops.quant.quantize import dequantize, quantize_weight
 from moe_ops.quant.weight_cpu import WeightQuantizer, quantize_weight_cpu
 
@@ -94,3 +95,19 @@ def test_sums_measure_the_error(fmt, rule, size):
     for found, wanted in ((sums.signal, x.square().sum()), (sums.noise, (x - y).square().sum()), (sums.result, y.square().sum())):
         assert found == pytest.approx(float(wanted), rel=1e-4)
     assert sums.count == w.numel() and not sums.not_finite
+
+
+@pytest.mark.parametrize("shape", ((0, 64), (1, 32), (300, 96), (129, 1088)), ids=str)
+@pytest.mark.parametrize("fmt", ("mxfp8", "fp8_block"))
+def test_rows_are_dequantized_to_the_same_values(fmt, shape):
+    q = quantize_weight(uneven(shape, seed=9), fmt)
+    assert torch.equal(weight_cpu.dequantize_rows_cpu(as_bytes(q.data), q.scale, fmt), dequantize(q))
+
+
+def test_every_byte_under_every_scale_is_dequantized_to_the_same_value():
+    data = torch.arange(256, dtype=torch.uint8)
+    data[data & 0x7F == 0x7F] = 0  # NaN
+    for fmt, scale in (("mxfp8", torch.arange(255, dtype=torch.uint8).view(-1, 1).expand(-1, 8)), ("fp8_block", torch.tensor([[2.0**-126, 3.0e38]]))):
+        rows = data.expand(scale.shape[0], 256).contiguous()
+        wanted = dequantize_ref(rows, scale.contiguous(), fmt, 1 if fmt == "mxfp8" else 128, 1, torch.float32)
+        assert torch.equal(weight_cpu.dequantize_rows_cpu(rows, scale.contiguous(), fmt), wanted)
