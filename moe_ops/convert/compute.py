@@ -1,24 +1,21 @@
 """From the bytes of a piece of the source to the bytes of the result, on the CPU or a GPU: the same bytes on both."""
 
-import math
 import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
 from moe_ops.convert.pieces import Item, Piece, contiguous, first_byte, matrix, output_ranges, stored
+from moe_ops.convert.quantizers import quantizer_for
 from moe_ops.convert.source import Checkpoint, ConvertError
 from moe_ops.convert.types import DTYPES, FLOATS, Entry, Options, Output, Source, TensorPlan, Weight
-from moe_ops.core.formats import MIN_SCALE, Format, as_bytes, ceil_div, scale_shape
+from moe_ops.core.formats import MIN_SCALE, as_bytes, ceil_div
 from moe_ops.layer.dialects import read_scale
-from moe_ops.quant import fp8_block, mxfp8
-from moe_ops.quant.dequantize import dequantize, dequantize_ref
-from moe_ops.quant.stochastic import key_of, stochastic_bits
-from moe_ops.quant.weight import quantize_weight
-from moe_ops.quant.weight_cpu import Sums, WeightQuantizer, dequantize_rows_cpu
+from moe_ops.quant.dequantize import dequantize_ref
+from moe_ops.quant.stochastic import key_of
+from moe_ops.quant.weight_cpu import Sums, dequantize_rows_cpu
 
 #: Elements whose fp32 values exist at once where a quantized source is rounded again.
 _AGAIN = 1 << 20
@@ -91,75 +88,6 @@ class Reader:
             for fd in self._files.values():
                 os.close(fd)
             self._files.clear()
-
-
-class Quantizer(Protocol):
-    """Rounds rows of one weight on some device."""
-
-    device: torch.device
-
-    def __call__(self, w: torch.Tensor, key: int, first: int) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """(N, K) floating -> bits uint8, scales, errors; `first` is the index of w[0, 0] in its tensor."""
-        ...
-
-
-class CpuQuantizer:
-    """`WeightQuantizer` with buffers for its results; for one thread."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, fmt: Format, rule: str) -> None:
-        self._run = WeightQuantizer(fmt, rule, measure=True)
-        self._fmt = fmt
-        self._data = torch.empty(0, dtype=torch.uint8)
-        self._scale = torch.empty(0, dtype=fmt.scale_dtype)
-
-    def __call__(self, w: torch.Tensor, key: int, first: int) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """See `Quantizer`; the results are valid until the next call."""
-        shape = scale_shape(tuple(w.shape), self._fmt.weight_block)
-        if self._data.numel() < w.numel():
-            self._data = torch.empty(w.numel(), dtype=torch.uint8)
-        if self._scale.numel() < shape[0] * shape[1]:
-            self._scale = torch.empty(shape[0] * shape[1], dtype=self._fmt.scale_dtype)
-        data, scale = self._data[: w.numel()].view(w.shape), self._scale[: shape[0] * shape[1]].view(shape)
-        return data, scale, self._run(w, data, scale, key=key, first=first)
-
-
-class CudaQuantizer:
-    """The kernels of `quantize_weight`; stochastic rounding in plain torch, which takes any first index."""
-
-    def __init__(self, fmt: Format, rule: str, device: torch.device) -> None:
-        self._fmt, self._rule, self.device = fmt, rule, device
-
-    def __call__(self, w: torch.Tensor, key: int, first: int) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """See `Quantizer`."""
-        w = w.contiguous()
-        q = quantize_weight(w, self._fmt, rule=self._rule)
-        data = as_bytes(q.data)
-        if key >= 0:
-            v, _ = mxfp8.values_ref(w, self._rule) if self._fmt.name == "mxfp8" else fp8_block.weight_values_ref(w, 1, self._rule)
-            data = stochastic_bits(v, first + torch.arange(w.numel(), device=w.device).view(w.shape), key)
-        y = dequantize_ref(data, q.scale, self._fmt.name, self._fmt.weight_block[0], 1, torch.float32) if key >= 0 else dequantize(q)
-        x = w.double()
-        signal, noise, result = torch.stack((x.square().sum(), (x - y).square_().sum(), y.double().square_().sum())).tolist()
-        return data, q.scale, Sums(signal, noise, result, w.numel(), not math.isfinite(signal))
-
-
-def quantizer_for(options: Options) -> Quantizer:
-    """The quantizer of the options' device.
-
-    Raises:
-        ConvertError: a device that is not there.
-    """
-    try:
-        device = torch.device(options.device)
-    except RuntimeError as error:
-        raise ConvertError(f"convert: device must be cpu or cuda, got {options.device!r}") from error
-    if device.type == "cpu":
-        return CpuQuantizer(options.fmt, options.rule)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise ConvertError(f"convert: device {options.device!r} is not available here")
-    return CudaQuantizer(options.fmt, options.rule, device)
 
 
 class Worker:

@@ -11,14 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from moe_ops.convert.compute import Reader, Worker, quantizer_for
+from moe_ops.convert.compute import Reader, Worker
 from moe_ops.convert.journal import Journal, differences, sync_folder
 from moe_ops.convert.pieces import OutFile, layout
 from moe_ops.convert.planning import plan_tensors
 from moe_ops.convert.publish import copied_bytes, has_index, identity_of, publish, read_manifest
+from moe_ops.convert.quantizers import quantizer_for, warm_up
 from moe_ops.convert.report import Report
 from moe_ops.convert.source import MANIFEST, STATE, Checkpoint, ConvertError, read_source
-from moe_ops.convert.stream import FileWriter, check_file, cores, run
+from moe_ops.convert.stream import FileWriter, ahead_of, check_file, cores, run
 from moe_ops.convert.types import Options, TensorPlan
 
 
@@ -139,7 +140,7 @@ def _check_space(source: Checkpoint, destination: Path, files: Sequence[OutFile]
     stat = os.statvfs(there)
     free = stat.f_bavail * stat.f_frsize
     # what an interrupted run left is overwritten
-    free += sum(p.stat().st_blocks * 512 for p in destination.glob("*.tmp")) if destination.exists() else 0
+    free += sum(p.stat().st_blocks * 512 for p in destination.glob("*.tmp") if p.stem not in done) if destination.exists() else 0
     if needed > free:
         raise ConvertError(f"convert: the result needs {needed} bytes in {destination}, but only {free} are free there")
 
@@ -190,6 +191,9 @@ def _carry_out(
     left = sum(item.nbytes for f in todo for item in f.items)
     hidden = None if progress is None else not progress
     try:
+        if todo:
+            with ahead_of(todo, plan.entries, reader):
+                warm_up(options)
         with tqdm(total=total, initial=total - left, unit="B", unit_scale=True, desc="convert", file=sys.stderr, disable=hidden, miniters=1) as bar:
 
             def advance(n: int) -> None:

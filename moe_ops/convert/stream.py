@@ -4,6 +4,7 @@ Memory is a few buffers of one item's size a thread, whatever the size of the mo
 the next one is being written.
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -23,6 +24,8 @@ from moe_ops.quant.weight_cpu import Sums
 
 #: Bytes written to a file after which the system is asked to bring them to the disk, so that the sync at its end is short.
 _FLUSH = 256 << 20
+#: Bytes of source that are loaded at most while a device starts.
+_AHEAD = 4 << 30
 
 
 def cores() -> int:
@@ -189,6 +192,29 @@ class _Stream:
         with self.lock:
             self.left[file.name] -= 1
             return self.left[file.name] == 0
+
+
+@contextlib.contextmanager
+def ahead_of(files: Sequence[OutFile], entries: Sequence[Entry], reader: Reader) -> Iterator[None]:
+    """Have the system load the first of the source while something else is done: the start of a GPU takes seconds."""
+    stop = threading.Event()
+
+    def load() -> None:
+        left = _AHEAD
+        for item in (item for file in files for item in file.items):
+            left -= item.nbytes
+            if left < 0 or stop.is_set():
+                return
+            with contextlib.suppress(ConvertError, OSError):  # whoever reads it will say so
+                reader.ahead(item, entries[item.pieces[0].entry])
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def run(

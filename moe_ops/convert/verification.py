@@ -24,6 +24,9 @@ from moe_ops.convert.types import DTYPES, FLOATS, Options, Source, Weight
 from moe_ops.quant.weight_cpu import Sums
 
 
+_GPU = threading.Lock()
+
+
 @dataclass
 class Verification:
     """The outcome of `verify`.
@@ -286,7 +289,7 @@ def _compare(found: Checkpoint, made: Mapping[str, Any], against: str | Path, de
         run(
             files,
             lambda f: _Comparison(f, found, own, wrong, results),
-            lambda: Worker(plan, options, reader, lock_of_gpu),
+            lambda: Worker(plan, options, reader, _GPU),
             plan.entries,
             reader,
             threads,
@@ -299,9 +302,6 @@ def _compare(found: Checkpoint, made: Mapping[str, Any], against: str | Path, de
     if bad:
         out.problems.append(f"{len(bad)} tensors are not what the source gives: {', '.join(sorted(bad)[:5])}")
     out.error = _overall(results.values(), plan.entries)
-
-
-lock_of_gpu = threading.Lock()
 
 
 def _overall(results: Iterable[Results], entries: Sequence[Any]) -> Error | None:

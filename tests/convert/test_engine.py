@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from moe_ops import dequantize, quantize_weight
 from moe_ops.convert import ConvertError, convert, pieces
+from moe_ops.convert.quantizers import CpuQuantizer, CudaQuantizer
 from moe_ops.convert.types import DTYPES
-from moe_ops.core.formats import as_bytes
+from moe_ops.core.formats import as_bytes, get_format
+from moe_ops.core.numerics import uneven
 from moe_ops.hf.checkpoint import CheckpointFolder
 
 INDEX = "model.safetensors.index.json"
@@ -189,6 +191,21 @@ def test_device_that_is_not_there(device, text, pristine, tmp_path):
     with pytest.raises(ConvertError, match=text):
         convert(pristine, tmp_path / "out", device=device)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shape", ((256, 384), (7, 96)), ids=("even", "odd"))
+@pytest.mark.parametrize("key", (-1, 12345678901), ids=("nearest", "stochastic"))
+@pytest.mark.parametrize(("fmt", "rule"), (("mxfp8", "rceil"), ("mxfp8", "floor"), ("fp8_block", "fp32"), ("fp8_block", "pow2")))
+def test_quantizers_of_both_devices_agree(fmt, rule, key, shape):
+    """The GPU's, run here on the CPU."""
+    w = uneven(shape, seed=3)
+    ours = CpuQuantizer(get_format(fmt), rule)(w, key, 640)
+    theirs = CudaQuantizer(get_format(fmt), rule, torch.device("cpu"))(w, key, 640)
+    assert raw(ours[0]) == raw(theirs[0]) and raw(ours[1]) == raw(theirs[1]) and ours[0].shape == theirs[0].shape and ours[1].shape == theirs[1].shape
+    for name in ("signal", "noise", "result", "count", "not_finite"):
+        assert getattr(ours[2], name) == pytest.approx(getattr(theirs[2], name), rel=1e-4)
+    w[3, 3] = float("nan")
+    assert CudaQuantizer(get_format(fmt), rule, torch.device("cpu"))(w, key, 0)[2].not_finite
 
 
 @pytest.mark.gpu
