@@ -23,7 +23,6 @@ from moe_ops.convert.stream import Results, cores, run
 from moe_ops.convert.types import DTYPES, FLOATS, Options, Source, Weight
 from moe_ops.quant.weight_cpu import Sums
 
-
 _GPU = threading.Lock()
 
 
