@@ -22,8 +22,9 @@ from moe_ops.convert.source import ConvertError
 from moe_ops.convert.types import Entry
 from moe_ops.quant.weight_cpu import Sums
 
-#: Bytes written to a file after which the system is asked to bring them to the disk, so that the sync at its end is short.
-_FLUSH = 256 << 20
+#: Bytes written to a file after which they are brought to the disk and dropped from the system's cache: the sync at the end is short, the same
+#: pages serve again (one core: 0.66 GB/s of source, 0.42 where the result fills the cache), and other programs keep theirs.
+_FLUSH = 128 << 20
 #: Bytes of source that are loaded at most while a device starts.
 _AHEAD = 4 << 30
 
@@ -140,6 +141,8 @@ class FileWriter:
     def _sync(self, sync: Callable[[int], None]) -> None:
         try:
             sync(self._fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._failed(error) from error
 
