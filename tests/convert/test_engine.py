@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moe_ops import dequantize, quantize_weight
-from moe_ops.convert import ConvertError, convert, pieces
+from moe_ops.convert import ConvertError, conversion, convert, pieces
 from moe_ops.convert.quantizers import CpuQuantizer, CudaQuantizer
 from moe_ops.convert.types import DTYPES
 from moe_ops.core.formats import as_bytes, get_format
@@ -172,6 +173,34 @@ def test_WHOLE_nan_in_a_kept_matrix_is_an_error_and_infinity_is_kept(dtype, tmp_
     save_file({"a.weight": torch.randn(64, 64).to(dtype), "gate.weight": gate}, folder / "model.safetensors")
     with pytest.raises(ConvertError, match=r"'gate.weight' of .*model.safetensors holds NaN"):
         convert(folder, tmp_path / "other", include=["a"])
+
+
+def test_WHOLE_source_that_shrinks_while_it_is_read(source, tmp_path, monkeypatch):
+    original = conversion.plan_conversion
+
+    def plan_then_truncate(src, options):
+        found = original(src, options)
+        os.truncate(source / "model-00002-of-00003.safetensors", 200000)
+        return found
+
+    monkeypatch.setattr(conversion, "plan_conversion", plan_then_truncate)
+    with pytest.raises(ConvertError, match=r"model-00002-of-00003.safetensors ends within tensor 'model.layers"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_WHOLE_a_read_error_names_file_and_tensor(pristine, tmp_path, monkeypatch):
+    real = os.preadv
+
+    def fail(fd, buffers, at):
+        if at > 100000:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ConvertError, match=r"cannot read tensor 'model\..*' of .*model-0000\d-of-00003.safetensors: Input/output error"):
+        convert(pristine, tmp_path / "out")
+    assert not (tmp_path / "out" / INDEX).exists()
 
 
 def test_empty_tensors_and_scalars_are_kept(tmp_path):

@@ -37,3 +37,22 @@ def test_four_families(family, name):
         weights = rows[fmt]["weights"]
         cells += ["" if weights is None else f"{weights:.3f}", f"{rows[fmt]['experts_run_quantized']:.3f}"]
     assert "| " + " | ".join([name, *cells]).replace("|  |", "| |") + " |" in README
+
+
+def test_what_a_conversion_takes():
+    r = json.loads((RESULTS / "bench_convert.json").read_text())
+    cold, one = r["convert_cold"], r["convert_one_core_cached"]
+
+    def gb(value):
+        return f"{value / 1e9:.2f}"
+
+    for figure in (
+        f"{r['bytes'] / 1e9:.1f} GB checkpoint whose largest tensor has {gb(r['largest_tensor'])} GB took {gb(cold['rss_anon_peak'])} GB",
+        f"{cold['seconds']:.1f} s from a cold cache: {gb(cold['rate'])} GB of source a second",
+        f"reads {gb(r['read_cold'])} and writes {gb(r['write_synced'])}",
+        f"One core alone converts {gb(one['rate'])} GB/s",
+        f"reaches {gb(r['one_core_in_memory']['mxfp8_plain'])}",
+    ):
+        assert figure in " ".join(README.split()), figure
+    assert cold["rss_anon_peak"] <= r["memory_limit"] and r["share_of_slower"] > 0.7
+    assert one["rate"] > 2 * max(250e6, r["one_core_in_memory"]["mxfp8_plain"])
