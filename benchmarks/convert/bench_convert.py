@@ -234,7 +234,10 @@ def measure(base: Path, gb: float, device: str, threads: int) -> dict:
         "share_of_slower": cold["rate"] / min(max(reads.values()), max(writes.values())),
         "memory_limit": 2 * 10**9 + 2 * largest,
     }
-    if device == "cpu":
+    if device != "cpu":
+        forget(source)
+        row["convert_cold_cpu"] = convert(source, result, "cpu")
+    else:
         read_rate(source, 1)  # into the cache again
         row["convert_one_core_cached"] = convert(source, result, "cpu", "--threads", "2", cpus=[min(os.sched_getaffinity(0))])
         row["one_core_in_memory"] = in_memory()

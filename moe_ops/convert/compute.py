@@ -136,14 +136,14 @@ class Worker:
         shape = source.shape if part.index is None else source.shape[1:]
         self.reader.read(source, source.begin + (part.index or 0) * item.nbytes, raw)
         slab = raw.view(DTYPES[source.dtype]).view(shape)
+        there = slab.to(self.quantize.device)  # strided parts become contiguous over there
         for piece in item.pieces:
             entry = self.plan.entries[piece.entry]
-            part = entry.part
-            rows = replace(part, index=None).view(slab)
+            part = replace(entry.part, index=None)
             if isinstance(entry, Weight):
-                yield self._weight(entry, piece, rows)
+                yield self._weight(entry, piece, part.view(there))
             else:
-                kept = rows.contiguous().view(-1).view(torch.uint8)
+                kept = part.view(slab).contiguous().view(-1).view(torch.uint8)
                 self._no_nan(source, kept)
                 yield Done(piece, [(entry.data, piece.start, _bytes(kept))])
 
@@ -159,7 +159,6 @@ class Worker:
         if self.quantize.device.type == "cpu":
             return self._transform(entry, piece, rows)
         with self.gpu:
-            # strided parts of a slab become contiguous over there
             return self._transform(entry, piece, rows.to(self.quantize.device))
 
     def _transform(self, entry: Weight, piece: Piece, rows: torch.Tensor) -> Done:
@@ -175,7 +174,7 @@ class Worker:
             kept = None if entry.action == "dequantize" else exact_scale(scale, entry.fmt, self.options, matrix(entry))
             part = _rows(scale, entry.fmt, piece)
             if entry.action == "dequantize":
-                found = [_dequantized(rows, part, entry.fmt, torch.bfloat16)]
+                found = [dequantized(rows, part, entry.fmt, torch.bfloat16)]
             elif kept is not None:
                 exact, found = True, [rows.contiguous(), _rows(kept, self.options.format, piece).contiguous()]
             else:
@@ -224,7 +223,7 @@ class Worker:
         data, scales, sums = [], [], Sums()
         for start in range(0, rows.shape[0], step):
             part = Piece(piece.entry, start, min(start + step, rows.shape[0]))
-            values = _dequantized(rows[part.start : part.stop], _rows(scale, entry.fmt, part), entry.fmt, torch.float32)
+            values = dequantized(rows[part.start : part.stop], _rows(scale, entry.fmt, part), entry.fmt, torch.float32)
             d, s, found = self.quantize(values, self._key(entry), (piece.start + start) * k)
             data.append(d.clone())
             scales.append(s.clone())
@@ -242,7 +241,8 @@ def _rows(scale: torch.Tensor, fmt: str, piece: Piece) -> torch.Tensor:
     return scale[piece.start // per : ceil_div(piece.stop, per)]
 
 
-def _dequantized(rows: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(rows: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+    """Values of rows (uint8 [N, K], from a tile of 128 rows on) under their scales."""
     if rows.device.type == "cpu":
         return dequantize_rows_cpu(rows, scale, fmt).to(dtype)
     return dequantize_ref(rows.contiguous(), scale.contiguous(), fmt, 128 if fmt == "fp8_block" else 1, 1, dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_ops.convert.comparison import compare_values
 from moe_ops.convert.compute import Done, Reader, Worker
 from moe_ops.convert.conversion import plan_conversion
 from moe_ops.convert.pairing import Tensors, quantization_of, sort_tensors
@@ -39,6 +40,7 @@ class Verification:
         kept: number of other tensors, scales aside.
         hashed: tensors whose bytes are those of the manifest.
         compared: tensors whose bytes are those that the source gives now.
+        close: tensors whose values are those of the source up to rounding, where there is no manifest.
         error: of all rounded weights against the source, where one was given.
     """
 
@@ -50,6 +52,7 @@ class Verification:
     kept: int = 0
     hashed: int = 0
     compared: int = 0
+    close: int = 0
     error: Error | None = None
 
     @property
@@ -68,6 +71,8 @@ class Verification:
             lines.append(f"{self.hashed} tensors are what {MANIFEST} says, byte for byte")
         if self.compared:
             lines.append(f"{self.compared} tensors are what the source gives, byte for byte")
+        if self.close:
+            lines.append(f"{self.close} tensors have the values of the source, up to rounding")
         if self.error is not None and math.isfinite(self.error.sqnr_db):
             e = self.error
             lines.append(f"error of rounded weights: SQNR {e.sqnr_db:.2f} dB, cosine {e.cosine:.6f}, relative {e.relative:.4f}")
@@ -82,7 +87,8 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
 
     Args:
         dst: folder of a result of `convert`, or of another tool.
-        against: the source; it is converted again, in memory, and compared byte for byte. Only for results of `convert`.
+        against: the source. For a result of `convert` it is converted again, in memory, and compared byte for byte; for that of another tool the
+            values of every tensor are compared, within what rounding explains.
         device: where that is computed.
         threads: tensors looked at at once; None fits the machine.
 
@@ -119,10 +125,13 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
     _check_config(found, tensors, config, out, made is not None)
     _check_bytes(found, tensors, scales, made, out, threads or cores())
     if against is not None:
-        if made is None:
-            out.problems.append(f"there is no {MANIFEST}, so that the options of the conversion are unknown and the source cannot be converted again")
-        else:
+        if made is not None:
             _compare(found, made, against, device, threads or cores() + 1, out)
+        elif tensors.dialect.format is not None:
+            problems, out.close, sums = compare_values(found, tensors, against, threads or cores())
+            out.problems += problems
+            out.error = error_of(sums) if sums.count else None
+            out.notes.append(f"there is no {MANIFEST}: compared with the source by value, not by bytes")
     return out
 
 
