@@ -23,7 +23,7 @@ def _run(args: argparse.Namespace, work: Callable[[], tuple[dict[str, Any], str,
     """Run a command that gives (JSON, text, good), and print."""
     try:
         content, text, good = work()
-    except (ConvertError, ValueError, TypeError) as error:
+    except (ConvertError, ValueError, TypeError, OSError) as error:
         if args.json:
             print(json.dumps({"ok": False, "message": str(error)}))
         print(f"moe-ops: {error}", file=sys.stderr)

@@ -77,9 +77,15 @@ class Journal:
         self.done: dict[str, dict[str, Any]] = {}
         try:
             self._open(json.loads(json.dumps(fingerprint)), destination)
+        except OSError as error:
+            self.close()
+            raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
+
+    def _failed(self, error: OSError) -> ConvertError:
+        return ConvertError(f"convert: cannot write {self._path}: {error.strerror}; the same command goes on from here once it can be written")
 
     def _open(self, fingerprint: dict[str, Any], destination: Path) -> None:
         lines = self._whole_lines()
@@ -111,9 +117,12 @@ class Journal:
 
     def add(self, record: dict[str, Any]) -> None:
         """Record a finished file, durably; `record["file"]` names it."""
-        self._file.write(_line(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from error
         self.done[record["file"]] = record
 
     def remove(self) -> None:
@@ -122,7 +131,7 @@ class Journal:
 
     def close(self) -> None:
         """Release the destination."""
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError, OSError):
             self._file.close()
         self._lock.release()
 

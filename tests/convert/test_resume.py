@@ -1,5 +1,6 @@
 """WHOLE: a conversion that stopped goes on where it was, trusts nothing that it has not verified, and touches nothing that is not its own."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from filelock import FileLock
 
-from moe_ops.convert import ConvertError, conversion, convert, stream
+from moe_ops.convert import ConvertError, conversion, convert, journal, stream
 from moe_ops.convert.source import STATE
 
 INDEX = "model.safetensors.index.json"
@@ -77,9 +78,9 @@ def test_damaged_shard_is_done_again(stopped, pristine, whole, content):
 def test_shard_without_a_record_is_not_trusted(stopped, pristine, whole, content):
     """A kill between the rename and the journal's line."""
     out = stopped(2)
-    journal = out / STATE / "journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:-7])  # the last line is torn
+    path = out / STATE / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:-7])  # the last line is torn
     assert convert(pristine, out).resumed == (SHARDS[0],)
     assert content(out) == whole
 
@@ -233,6 +234,22 @@ def test_a_write_that_fails_says_what_it_needs_and_the_next_run_goes_on(pristine
     done = subprocess.run([sys.executable, "-c", FULL, pristine, out, "300000"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "cannot write" in done.stdout and ".safetensors.tmp" in done.stdout and "needs" in done.stdout and "make room" in done.stdout
+    assert content(out) == whole
+
+
+@pytest.mark.parametrize("full", ("opening", "recording"))
+def test_a_journal_that_cannot_be_written(full, pristine, tmp_path, whole, content, monkeypatch):
+    out = tmp_path / "out"
+
+    def no_space(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write_file" if full == "opening" else "_line", no_space)
+        with pytest.raises(ConvertError, match=r"journal.jsonl: No space left on device; the same command goes on"):
+            convert(pristine, out)
+    assert not (out / INDEX).exists()
+    convert(pristine, out)
     assert content(out) == whole
 
 
