@@ -115,6 +115,9 @@ def problems_of(kernel: str, compiled, capability: int, module) -> list[str]:
     for pattern in getattr(module, "EXPECT", {}).get(kernel, {}).get(capability, []):
         if not re.search(pattern, ptx):
             found.append(f"no {pattern!r} in the PTX")
+    waits, frees = "griddepcontrol.wait" in ptx, "griddepcontrol.launch_dependents" in ptx
+    if not waits == frees == compiled.metadata.launch_pdl:
+        found.append("programmatic dependent launch needs both instructions, and the launch attribute")
     allowed, _reason = getattr(module, "SPILLS", {}).get(kernel, (0, ""))
     spilled = spilled_bytes(compiled)
     if spilled > allowed:

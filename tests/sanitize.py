@@ -17,8 +17,7 @@ from moe_ops import Activation, Routing, combine, dequantize, fused_moe, grouped
 from moe_ops.core.arch import arch_of  # noqa: E402
 from moe_ops.core.formats import LAYOUTS  # noqa: E402
 from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
-from moe_ops.gemm.grouped_act import grouped_act_into, grouped_down_into, uses_hopper  # noqa: E402
-from moe_ops.gemm.tile_list import list_size, tile_list_into  # noqa: E402
+from moe_ops.gemm.grouped_act import grouped_act_into  # noqa: E402
 from moe_ops.quant.fold import fold_weight  # noqa: E402
 from moe_ops.quant.scale_layout import to_layout  # noqa: E402
 from moe_ops.router.permute import permute  # noqa: E402
@@ -91,17 +90,21 @@ def fused_gemm1():
     ids, weights = random_topk(110, e, k)
     routing = Routing.from_topk(ids.to(CUDA), weights.to(CUDA), e)
     rows = 110 * k
-    for hopper in (False, True) if uses_hopper(arch_of(CUDA)) else (False,):
-        tiles = torch.empty(list_size(rows, e, 64), dtype=torch.int32, device=CUDA)
-        tile_list_into(routing.offsets, rows, 128 if hopper else 64, tiles)
+    for kernel in ("triton", "stream", "hopper") if arch_of(CUDA).has_wgmma else ("triton",):
         for rule in ("fp32", "folded"):
             bits, scale = torch.empty(rows, i, dtype=torch.uint8, device=CUDA), torch.empty(rows, i // 128, device=CUDA)
             args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, torch.randn(e, 2 * i, device=CUDA))
-            grouped_act_into(*args, tiles, routing.order, k, "silu", 1.0, math.inf, 0.0, bits, scale, rule, hopper)
-        if hopper:
-            down = quantize_weight(data(e, 512, i), "fp8_block")
-            out = torch.empty(rows, 512, dtype=torch.bfloat16, device=CUDA)
-            grouped_down_into(bits, scale, down.data.view(torch.uint8), down.scale, None, tiles, routing.offsets, out)
+            grouped_act_into(*args, routing.offsets, routing.order, k, "silu", 1.0, math.inf, 0.0, bits, scale, rule, kernel=kernel)
+
+
+def gemms_on_hopper():
+    """The Gluon kernels behind grouped_gemm: few rows and many, packed and masked."""
+    w = quantize_weight(data(3, 512, 384), "fp8_block")
+    for rows in (5, 40, 400):
+        a = quantize(data(rows, 384), "fp8_block")
+        grouped_gemm(a, w, counts(0, 1, 1, rows), bias=torch.randn(3, 512, device=CUDA))
+        grouped_gemm(a, w, counts(9, 2**31 - 1, -4, rows + 50), out_dtype=torch.float32)
+        grouped_gemm(quantize(data(3, rows, 384), "fp8_block"), w, counts(rows + 9, 0, 3))
 
 
 def layers():
@@ -130,7 +133,7 @@ def launched() -> set[str]:
 
 
 def main() -> int:
-    for part in (quantizers, router, gemms, fused_gemm1, layers):
+    for part in (quantizers, router, gemms, fused_gemm1, gemms_on_hopper, layers):
         part()
         torch.cuda.synchronize()
         print(f"{part.__name__} done", flush=True)
@@ -138,7 +141,7 @@ def main() -> int:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     kernels, ran = set(module.entry_kernels()), launched()
-    missing = sorted(kernels - ran - (set() if uses_hopper(arch_of(CUDA)) else module.gluon_kernels()))
+    missing = sorted(kernels - ran - (set() if arch_of(CUDA).has_wgmma else module.gluon_kernels()))
     print(f"{len(kernels & ran)} of {len(kernels)} kernels launched; missing: {missing}")
     return 1 if missing else 0
 

@@ -2,10 +2,12 @@
 
 - Under CUDA graph capture, and after `freeze()`, a launch that would compile raises one RuntimeError that names op and shapes.
 - In a process that runs Triton's interpreter, compiler options are dropped and the names of the kernels that ran are kept.
+- Kernels that take part in programmatic dependent launch (`core.pdl`) are launched so from SM90 on.
 - `compile_for(capability)` turns launches into ahead-of-time compiles for that architecture, on a machine without a GPU.
 """
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+
+from moe_ops.core.arch import arch_of
 
 #: Kernels that ran in the interpreter in this process; the test suite checks that none is missing.
 interpreted: set[str] = set()
@@ -65,6 +69,17 @@ def runs_kernels(t: torch.Tensor) -> bool:
     return t.is_cuda or knobs.runtime.interpret or _compiled is not None
 
 
+@functools.cache
+def _takes_pdl(kernel: Any) -> bool:
+    return "PDL" in kernel.arg_names
+
+
+def _has_pdl(args: tuple[Any, ...]) -> bool:
+    """Whether the device of the tensors among `args` has programmatic dependent launch."""
+    tensor = next(a for a in args if isinstance(a, torch.Tensor))
+    return arch_of(tensor.device).capability >= 90
+
+
 def _describe(args: tuple[Any, ...]) -> str:
     return ", ".join(f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" for a in args if isinstance(a, torch.Tensor))
 
@@ -77,6 +92,10 @@ def launch(op: str, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any)
     """
     if 0 in grid:
         return
+    if _takes_pdl(kernel):
+        meta["PDL"] = _has_pdl(args)
+        if meta["PDL"]:
+            meta["launch_pdl"] = True
     if _compiled is not None:
         _compiled.append((op, kernel.fn.__name__, kernel.warmup(*args, grid=grid, **meta)))
         return

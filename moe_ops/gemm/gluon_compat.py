@@ -1,5 +1,6 @@
-"""Names of Gluon that changed between the Triton versions this package accepts."""
+"""Names of Gluon that changed between the Triton versions this package accepts, and what its kernels share."""
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -10,3 +11,63 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 #: Copies by the threads of a partition (cp.async): `async_copy_global_to_shared` up to 3.7, `async_load` from 3.8 on.
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def gdc_wait():
+    """Wait for the kernel before this one; see core/pdl.py."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gdc_launch_dependents():
+    """Let the next kernel start."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
+    """Row tiles of BLOCK rows: (expert ids, tiles of each expert, running sum of tiles), each (E2,) int32 in `layout`."""
+    e = gl.arange(0, layout.size_per_thread[0] * 32 * layout.warps_per_cta[0], layout)
+    low = gl.load(offsets_ptr + e, mask=e < E, other=0)
+    if MASKED:
+        filled = gl.minimum(gl.maximum(low, 0), capacity)
+    else:
+        high = gl.load(offsets_ptr + e + 1, mask=e < E, other=0)
+        filled = gl.maximum(gl.minimum(high, rows) - gl.minimum(gl.maximum(low, 0), rows), 0)
+    tiles = (filled + BLOCK - 1) // BLOCK
+    return tiles, gl.associative_scan(tiles, 0, _add)
+
+
+@gluon.jit
+def expert_rows(offsets_ptr, e, rows, capacity, MASKED: gl.constexpr):
+    """(first row, rows) of expert `e`, clamped: counts of masked rows, offsets of packed ones."""
+    low = gl.load(offsets_ptr + e)
+    if MASKED:
+        first = e * capacity
+        filled = gl.minimum(gl.maximum(low, 0), capacity)
+    else:
+        first = gl.minimum(gl.maximum(low, 0), rows)
+        filled = gl.maximum(gl.minimum(gl.load(offsets_ptr + e + 1), rows) - first, 0)
+    return first, filled
+
+
+@gluon.jit
+def write_tile(slot, row0, rows, n, expert, layout: gl.constexpr):
+    """Put what consumers need to know of a tile into `slot`, four int32; zero rows end the work."""
+    word = gl.arange(0, 4, layout)
+    slot.store(gl.where(word == 0, row0, gl.where(word == 1, rows, gl.where(word == 2, n, expert))))
+
+
+@gluon.jit
+def read_tile(slot, layout: gl.constexpr):
+    """(first row, rows, column tile, expert) of a tile."""
+    row0 = gl.sum(slot.slice(0, 1).load(layout), 0)
+    rows = gl.sum(slot.slice(1, 1).load(layout), 0)
+    n = gl.sum(slot.slice(2, 1).load(layout), 0)
+    return row0, rows, n, gl.sum(slot.slice(3, 1).load(layout), 0)

@@ -12,7 +12,7 @@ from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div
 from moe_ops.core.numerics import decode_e8m0
 from moe_ops.core.ops import register
-from moe_ops.gemm.grouped_config import GroupedGemmConfig, GroupedGemmProblem, heuristic, is_legal
+from moe_ops.gemm.grouped_config import GroupedGemmConfig, GroupedGemmProblem, heuristic, hopper_kernel, hopper_operands, is_legal
 from moe_ops.router.routing import check_routing
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ def _out_shape(a: torch.Tensor, w: torch.Tensor, order: torch.Tensor | None) -> 
 def grouped_gemm_into(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, top_k: int, fmt: str, segments: int, out: torch.Tensor, config: list[int] | None = None,
+    counter: torch.Tensor | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    """Launch the Triton kernel on `out`; allocates nothing. Arguments as the op's; see `grouped_gemm`."""
+    """Launch a kernel on `out`; allocates nothing. Arguments as the op's; see `grouped_gemm`, and for the last two `grouped_hopper.launch_hopper`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from moe_ops.core.launch import launch
@@ -105,6 +106,18 @@ def grouped_gemm_into(
         return
     arch = arch_of(a.device)
     problem = GroupedGemmProblem(rows, experts, n, k, fmt)
+    if config is None and a_scale is not None and w_scale is not None:
+        kernel = hopper_kernel(problem, segments, masked, arch)
+        if kernel is not None and hopper_operands(a, a_scale, w):
+            if kernel == "stream":
+                from moe_ops.gemm.grouped_stream import launch_stream
+
+                launch_stream("grouped_gemm", a, a_scale, w, w_scale, bias, out, None, offsets, order, top_k, early=early)
+            else:
+                from moe_ops.gemm.grouped_hopper import launch_hopper
+
+                launch_hopper("grouped_gemm", a, a_scale, w, w_scale, bias, out, None, offsets, order, top_k, counter=counter, early=early)
+            return
     cfg = heuristic(problem, arch) if config is None else GroupedGemmConfig.of_ints(config)
     reason = None if config is None else is_legal(cfg, problem, arch)
     if reason is not None:

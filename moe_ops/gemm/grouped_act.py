@@ -7,14 +7,14 @@ import torch
 
 from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import as_bytes, as_e4m3
-from moe_ops.gemm.grouped import grouped_gemm_into, grouped_gemm_ref
-from moe_ops.gemm.tile_list import tile_list_into
+from moe_ops.gemm.grouped import grouped_gemm_ref
+from moe_ops.gemm.grouped_config import HOPPER_EXPERTS, STREAM_ROWS
 
 #: Row tiles that share a weight tile in L2 before the next columns are taken.
 GROUP_M = 8
 
 
-def unsupported(n: int, k: int, fmt: str, interleaved: bool, arch: Arch) -> str | None:
+def unsupported(n: int, k: int, experts: int, fmt: str, interleaved: bool, arch: Arch) -> str | None:
     """None when GEMM1 of w13 (E, n = 2I, k) can run fused on `arch`, else why not."""
     if fmt != "fp8_block":
         return f"only fp8_block has a fused GEMM1, got {fmt}"
@@ -22,19 +22,18 @@ def unsupported(n: int, k: int, fmt: str, interleaved: bool, arch: Arch) -> str 
         return "gate and up columns are interleaved"
     if n % 256 or k % 128:
         return f"I = {n // 2} and H = {k} must be multiples of 128"
+    if experts > HOPPER_EXPERTS:
+        return f"{experts} experts, more than {HOPPER_EXPERTS}"
     if not arch.has_tma or arch.smem < 150_000:
         return f"{arch.name} has no tensor descriptors, or too little shared memory for the tiles"
     return None
 
 
-def uses_hopper(arch: Arch) -> bool:
-    """The Gluon kernel runs on SM90 alone; everything else takes its plain-Triton twin."""
-    return arch.has_wgmma
-
-
-def tile_rows(arch: Arch) -> int:
-    """Rows of a tile in the list that `grouped_act_into` and `grouped_down_into` walk."""
-    return 128 if uses_hopper(arch) else 64
+def kernel_of(rows: int, experts: int, arch: Arch) -> str:
+    """Which kernel runs: "stream" or "hopper" on SM90 (few rows an expert, or more), and elsewhere their plain-Triton twin, "triton"."""
+    if not arch.has_wgmma:
+        return "triton"
+    return "stream" if rows <= STREAM_ROWS * experts else "hopper"
 
 
 def grouped_act_ref(
@@ -50,20 +49,23 @@ def grouped_act_ref(
 
 
 def grouped_act_into(
-    a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, tiles: torch.Tensor,
+    a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, top_k: int, act_kind: str, alpha: float, limit: float, up_offset: float, out: torch.Tensor, out_scale: torch.Tensor,
-    rule: str = "fp32", hopper: bool | None = None,
+    rule: str = "fp32", counter: torch.Tensor | None = None, early: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """One launch on given buffers; `tiles` is the list of `tile_list_into` with `tile_rows` rows. Arguments are not checked.
+    """One launch on given buffers. Arguments are not checked.
 
     Args:
         a: (T, K) e4m3 bits, rows read through `order` (R,), or (R, K) with order None.
         a_scale: (.., K / 128) fp32, any strides.
         w, w_scale: (E, 2I, K) e4m3 bits and (E, 2I / 128, K / 128) fp32, contiguous.
         bias: (E, 2I) or None.
+        offsets: (E + 1,) int32, read on the device.
         out, out_scale: (R, I) e4m3 bits and (R, I / 128) fp32, written in the filled rows.
         rule: how the result is quantized: "fp32", or "folded" for mxfp8 folded to 1x128 (`quant/fold.py`).
-        hopper: which of the two kernels (tiles of 128 or 64 rows); None: what the device has.
+        counter: one int32 that is 0, or None; with it the kernel for many rows may hand out tiles as programs become free.
+        early: the predecessor on the stream is one of this package's kernels and wrote neither w nor offsets: both may be read before it ended.
+        kernel: "stream", "hopper" or "triton"; None: `kernel_of`.
     """
     from moe_ops.core.launch import launch
 
@@ -71,41 +73,28 @@ def grouped_act_into(
     arch = arch_of(a.device)
     rows = out.shape[0]
     strides = (a.stride(0), *a_scale.stride())
-    if uses_hopper(arch) if hopper is None else hopper:
+    kernel = kernel_of(rows, experts, arch) if kernel is None else kernel
+    act = (act_kind, alpha, limit, up_offset, rule)
+    if kernel == "stream":
+        from moe_ops.gemm.grouped_stream import launch_stream
+
+        return launch_stream("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, offsets, order, top_k, *act, early)
+    if kernel == "hopper":
         from moe_ops.gemm.grouped_hopper import launch_hopper
 
-        launch_hopper("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, tiles, order, top_k, rows, act_kind, alpha, limit, up_offset, rule)
-        return
+        return launch_hopper("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, offsets, order, top_k, *act, counter, early)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from moe_ops.gemm.grouped_act_kernel import _grouped_act_kernel
     from moe_ops.quant.activation import lowest_gate
 
     w_desc = TensorDescriptor.from_tensor(as_e4m3(w).view(experts * n, k), [128, 128])
-    tiles_bound = (min(experts, rows) + rows // 64) * (n // 256)
+    tiles = (min(experts, rows) + rows // 64) * (n // 256)
     launch(
-        "grouped_act", _grouped_act_kernel, (min(arch.sms, tiles_bound),),
-        as_e4m3(a), a_scale, w_desc, w_scale, bias, as_bytes(out), out_scale, tiles, order, a.shape[0], *strides,
+        "grouped_act", _grouped_act_kernel, (min(arch.sms, tiles),),
+        as_e4m3(a), a_scale, w_desc, w_scale, bias, as_bytes(out), out_scale, offsets, order, rows, a.shape[0], *strides,
         alpha, lowest_gate(act_kind, alpha), limit, up_offset,
-        N=n, K=k, TOP_K=top_k, KIND=act_kind, RULE=rule, GROUP_M=GROUP_M, BLOCK_M=64, num_warps=8, num_stages=3, enable_fp_fusion=True,
+        E=experts, E2=1 << (experts - 1).bit_length(), N=n, K=k, TOP_K=top_k, KIND=act_kind, RULE=rule, GROUP_M=GROUP_M, BLOCK_M=64,
+        num_warps=8, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def make_tiles(offsets: torch.Tensor, rows: int, tiles: torch.Tensor) -> None:
-    """The tile list that both fused GEMMs walk."""
-    tile_list_into(offsets, rows, tile_rows(arch_of(offsets.device)), tiles)
-
-
-def grouped_down_into(
-    a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, tiles: torch.Tensor,
-    offsets: torch.Tensor, out: torch.Tensor,
-) -> None:  # fmt: skip
-    """GEMM2 over the same tiles: (R, K) rows x (E, N, K) -> (R, N) of out's dtype; one launch on given buffers."""
-    _, n, k = w.shape
-    arch = arch_of(a.device)
-    if uses_hopper(arch) and n % 256 == 0 and k % 128 == 0:
-        from moe_ops.gemm.grouped_hopper import launch_hopper
-
-        launch_hopper("grouped_gemm", a, a_scale, w, w_scale, bias, out, None, tiles, None, 1, out.shape[0])
-    else:
-        grouped_gemm_into(a, a_scale, w, w_scale, bias, offsets, None, 1, "fp8_block", 1, out)
+    return None

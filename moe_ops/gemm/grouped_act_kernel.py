@@ -1,33 +1,45 @@
 """GEMM1 with its epilogue in plain Triton: gate and up columns of one 128-wide group in one tile, activation, 1x128 quantization.
 
-The portable twin of the fused form of grouped_hopper.py: same arguments, same tile list, any architecture with FP8.
+The portable twin of the fused form of grouped_hopper.py: same arguments, any architecture with FP8.
 """
 
 import triton
 import triton.language as tl
 
+from moe_ops.core.pdl import after_previous
+from moe_ops.gemm.grouped_kernel import row_tiles
 from moe_ops.quant.row_tiles import encode
 from moe_ops.quant.silu_mul_quantize_kernel import gated_activation
 
 
-@triton.jit(do_not_specialize=["a_rows_total", "stride_sam", "stride_sak", "alpha", "lowest", "limit", "up_offset"])
+@triton.jit(do_not_specialize=["rows_total", "a_rows_total", "stride_sam", "stride_sak", "alpha", "lowest", "limit", "up_offset"])
 def _grouped_act_kernel(
-    a_ptr, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, tiles_ptr, order_ptr, a_rows_total, stride_am, stride_sam, stride_sak,
-    alpha, lowest, limit, up_offset,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    a_ptr, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, offsets_ptr, order_ptr, rows_total, a_rows_total,
+    stride_am, stride_sam, stride_sak, alpha, lowest, limit, up_offset,
+    E: tl.constexpr, E2: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes every num_programs-th tile of BLOCK_M rows x 128 columns of the activation (256 rows of the weights)."""
+    after_previous(PDL)
     I: tl.constexpr = N // 2  # noqa: E741
     N_TILES: tl.constexpr = I // 128
     KB: tl.constexpr = K // 128
-    m_tiles = tl.load(tiles_ptr)
+    per_expert = row_tiles(offsets_ptr, rows_total, 0, E, E2, BLOCK_M, False)
+    ends = tl.cumsum(per_expert, 0)
+    m_tiles = tl.sum(per_expert, 0)
+    experts = tl.arange(0, E2)
     for tile in range(tl.program_id(0), m_tiles * N_TILES, tl.num_programs(0)):
         group = tile // (GROUP_M * N_TILES)
         size = tl.minimum(m_tiles - group * GROUP_M, GROUP_M)
         rest = tile - group * GROUP_M * N_TILES
-        entry = tiles_ptr + 4 + (group * GROUP_M + rest % size) * 4
+        m = group * GROUP_M + rest % size
         n = rest // size
-        expert, row0, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        expert = tl.sum((ends <= m).to(tl.int32), 0)
+        before = tl.sum(tl.where(experts < expert, per_expert, 0), 0)
+        low = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert), 0), rows_total)
+        filled = tl.minimum(tl.load(offsets_ptr + expert + 1), rows_total) - low
+        row0 = low + (m - before) * BLOCK_M
+        rows = tl.minimum(filled - (m - before) * BLOCK_M, BLOCK_M)
         offs = tl.arange(0, BLOCK_M)
         inside = row0 + tl.minimum(offs, rows - 1)
         if order_ptr is not None:

@@ -2,6 +2,8 @@
 
 from dataclasses import astuple, dataclass
 
+import torch
+
 from moe_ops.core.arch import Arch
 from moe_ops.core.formats import ceil_div
 
@@ -98,6 +100,32 @@ def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) ->
     if need + 2048 > arch.smem:
         return f"needs {need} bytes of shared memory, {arch.name} has {arch.smem}"
     return None
+
+
+#: Most rows an expert, on average, for the kernel that streams the weights. Its tiles hold 16 rows, and at 16 on average half of the experts have
+#: more and read their weights twice: 380 us against 368 (DeepSeek-V3, 32 experts, 64 tokens; H200, Triton 3.6, 2026-11-30).
+STREAM_ROWS = 8
+HOPPER_EXPERTS = 512
+
+
+def hopper_kernel(problem: GroupedGemmProblem, segments: int, masked: bool, arch: Arch) -> str | None:
+    """Which Gluon kernel computes `problem` on `arch`: "stream" (decode), "hopper" (more rows), or None for plain Triton."""
+    if problem.fmt != "fp8_block" or not arch.has_wgmma or problem.experts > HOPPER_EXPERTS:
+        return None
+    if problem.n % 128 or problem.k % 128 or (problem.n // segments) % 128:
+        return None
+    few = min(problem.experts, problem.rows) * problem.n < 256 * arch.sms  # tiles of the other kernel
+    if not masked and problem.rows_per_expert <= (2 * STREAM_ROWS if few else STREAM_ROWS):
+        return "stream"
+    tiles = min(problem.experts, problem.rows) * ceil_div(problem.rows_per_expert, 128) * (problem.n // 256)
+    return "hopper" if problem.n % 256 == 0 and tiles * 4 >= arch.sms else None
+
+
+def hopper_operands(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether the Gluon kernels can address the operands: rows on 16-byte boundaries, masked ones at one distance."""
+    if a.data_ptr() % 16 or w.data_ptr() % 16 or a.stride(-2) % 16:
+        return False
+    return a.dim() == 2 or (a.is_contiguous() and a_scale.stride(0) == a_scale.shape[1] * a_scale.stride(1))
 
 
 def heuristic(problem: GroupedGemmProblem, arch: Arch) -> GroupedGemmConfig:

@@ -13,9 +13,11 @@ weights are the first operand (SWAP: the instruction wants 64 rows there, and a 
 import triton
 import triton.language as tl
 
+from moe_ops.core.pdl import after_previous
+
 
 @triton.jit
-def _row_tiles(offsets_ptr, rows, capacity, E: tl.constexpr, E2: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr):
+def row_tiles(offsets_ptr, rows, capacity, E: tl.constexpr, E2: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr):
     """Row tiles of each expert, [E2] int32."""
     e = tl.arange(0, E2)
     if MASKED:
@@ -167,19 +169,21 @@ def _grouped_gemm_kernel(
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     E2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program computes every num_programs-th tile.
 
     `w` is a tensor descriptor over [E * N, K] (TMA) or a pointer. `order_ptr` (or None) maps a routed row to its pair t * TOP_K + j,
     so that row t of `a` is read in place. Ids and counts are clamped: nothing is read or written out of bounds whatever they hold.
     """
+    after_previous(PDL)
     NSEG: tl.constexpr = N // SEGMENTS
     TILES_SEG: tl.constexpr = (NSEG + BLOCK_N - 1) // BLOCK_N
     N_TILES: tl.constexpr = SEGMENTS * TILES_SEG
     SCALE_SEG: tl.constexpr = (NSEG + 127) // 128
     K_SCALES: tl.constexpr = K // 32 if FORMAT == "mxfp8" or FORMAT == "mxfp8_native" else (K + 127) // 128
 
-    per_expert = _row_tiles(offsets_ptr, rows, capacity, E, E2, BLOCK_M, MASKED)
+    per_expert = row_tiles(offsets_ptr, rows, capacity, E, E2, BLOCK_M, MASKED)
     ends = tl.cumsum(per_expert, 0) * N_TILES
     total = tl.sum(per_expert, 0) * N_TILES
     experts = tl.arange(0, E2)

@@ -1,7 +1,7 @@
 """The fused MoE layer after routing: quantize x -> GEMM1 (rows gathered) -> activation and quantize -> GEMM2 -> weighted sum.
 
 GEMM1's output stays fp32 until the activation is applied and quantized again: rounding it to bf16 in between costs 1.3e-2 to 1.7e-2
-of the layer's output. Five launches; counts stay on the device; nothing is permuted.
+of the layer's output. At most five launches; counts stay on the device; nothing is permuted.
 """
 
 import math
@@ -15,7 +15,7 @@ from moe_ops.core.formats import FORMATS, FP8_BLOCK, QTensor, as_bytes, ceil_div
 from moe_ops.core.ops import register
 from moe_ops.gemm import grouped_act
 from moe_ops.gemm.grouped import grouped_gemm_into, grouped_gemm_ref
-from moe_ops.gemm.tile_list import list_size
+from moe_ops.gemm.grouped_config import STREAM_ROWS
 from moe_ops.quant.activation import Activation
 from moe_ops.router.routing import check_routing
 
@@ -29,8 +29,15 @@ IMPLS = ("triton", "torch")
 _SILU = Activation()
 #: Format of the op -> (how kernels read operands, rule that quantizes the activations).
 _SCHEMES = {"fp8_block": ("fp8_block", "fp32"), "mxfp8": ("mxfp8", "rceil"), "mxfp8_folded": ("fp8_block", "folded"), "plain": ("plain", "")}
-#: Rows an expert, on average, from which on GEMM1 is fused with what follows it.
+#: Rows an expert, on average, from which on GEMM1 is fused with what follows it in plain Triton; with fewer rows a tile of 2 x 128 weight rows
+#: leaves too few tiles.
 FUSE_ROWS = 64
+#: Tiles of 2 x 128 weight rows from which on the kernel that streams the weights is fused too. H200, Triton 3.6, 2026-11-30, one token: 28.2 us
+#: fused and 26.6 apart with 48 tiles (Qwen3-30B), 53.0 and 58.0 with 96 (Qwen3-235B).
+FUSE_TILES = 64
+#: Rounds of tiles on every SM from which on GEMMs hand out tiles as SMs become free. H200, Triton 3.6, 2026-11-30: 4 to 6% faster at 7.8 and
+#: 11.6 rounds, 4% slower at 5.8.
+DYNAMIC_ROUNDS = 7
 
 
 class Workspace(NamedTuple):
@@ -41,7 +48,7 @@ class Workspace(NamedTuple):
         h: GEMM1's output (R, 2I) fp32.
         aq, a_s: quantized (or 16-bit) activation rows (R, I) and their scales.
         y: GEMM2's rows (R, H).
-        tiles: the list of row tiles of a prefill.
+        counters: two int32, for the tiles that both GEMMs hand out.
     """
 
     xq: torch.Tensor
@@ -50,19 +57,25 @@ class Workspace(NamedTuple):
     aq: torch.Tensor
     a_s: torch.Tensor
     y: torch.Tensor
-    tiles: torch.Tensor
+    counters: torch.Tensor
 
 
 def fuses_gemm1(rows: int, experts: int, inter: int, hidden: int, fmt: str, interleaved: bool, arch: Arch) -> bool:
-    """Whether GEMM1 runs with the activation and the quantization in its epilogue: many rows for each expert, and a shape that allows it.
+    """Whether GEMM1 runs with the activation and the quantization in its epilogue: a shape that allows it, and rows enough."""
+    if grouped_act.unsupported(2 * inter, hidden, experts, _SCHEMES[fmt][0], interleaved, arch) is not None:
+        return False
+    if arch.has_wgmma and rows <= STREAM_ROWS * experts:
+        return min(experts, rows) * inter >= FUSE_TILES * 128
+    return arch.has_wgmma or rows >= FUSE_ROWS * experts
 
-    With few rows the two stay apart: a tile of 2 x 128 weight rows leaves too few tiles to fill the GPU with loads.
-    """
-    return rows >= FUSE_ROWS * experts and grouped_act.unsupported(2 * inter, hidden, _SCHEMES[fmt][0], interleaved, arch) is None
+
+def hands_out_tiles(rows: int, two_i: int, arch: Arch) -> bool:
+    """Whether the fused GEMMs share their tiles out as SMs become free, and not in turn."""
+    return rows * two_i >= DYNAMIC_ROUNDS * 128 * 256 * arch.sms
 
 
 def _fields(
-    tokens: int, top_k: int, experts: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, fused: bool
+    tokens: int, top_k: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, fused: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
     """(shape, dtype) that each buffer of a call needs at least."""
     rows = tokens * top_k
@@ -70,7 +83,7 @@ def _fields(
     fields = {
         "h": ((0 if fused else rows, 2 * inter), torch.float32),
         "y": ((rows, hidden), y_dtype),
-        "tiles": ((list_size(rows, experts, 64) if fused else 0,), torch.int32),
+        "counters": ((2,), torch.int32),
     }
     if fmt == "plain":
         nothing = ((0,), torch.uint8)
@@ -149,20 +162,19 @@ def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> N
     else:
         scheme, rule = _SCHEMES[fmt]
         xq, xs, a_s = ws.xq[:tokens], ws.xs[:tokens], ws.a_s[: tokens * top_k]
-        quantize_into(x, xq, xs, None, scheme, rule)
+        quantize_into(x, xq, xs, None, scheme, rule, zero=ws.counters)
         if fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device)):
             for name, w in (("w13", w13), ("w2", w2)):
                 if w.data_ptr() % 16:
                     raise ValueError(f"fused_moe: {name} must start on a 16-byte boundary, got an address that ends in {w.data_ptr() % 16}")
-            tiles = ws.tiles[: list_size(rows, experts, 64)]
-            grouped_act.make_tiles(offsets, rows, tiles)
-            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, tiles, order, top_k, act_kind, alpha, limit, up_offset, aq, a_s, rule)
-            grouped_act.grouped_down_into(aq, a_s, w2, s2, b2, tiles, offsets, y)
-            combine_into(y, inverse, weights, out)
-            return
-        grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h)
-        silu_mul_quantize_into(h, aq, a_s, filled, scheme, rule, act_kind, alpha, limit, up_offset, interleaved)
-        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y)
+            first, second = (ws.counters[:1], ws.counters[1:]) if hands_out_tiles(rows, two_i, arch_of(x.device)) else (None, None)
+            act = (act_kind, alpha, limit, up_offset)
+            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, offsets, order, top_k, *act, aq, a_s, rule, first, early=True)
+        else:
+            second = None
+            grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h, early=True)
+            silu_mul_quantize_into(h, aq, a_s, filled, scheme, rule, act_kind, alpha, limit, up_offset, interleaved)
+        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y, counter=second, early=True)
     combine_into(y, inverse, weights, out)
 
 
@@ -173,7 +185,7 @@ def _fused_moe_cuda(*args: Any) -> torch.Tensor:
     experts, two_i, hidden = w13.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     fused = fuses_gemm1(tokens * top_k, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device))
-    fields = _fields(tokens, top_k, experts, hidden, two_i // 2, fmt, x.dtype, fused)
+    fields = _fields(tokens, top_k, hidden, two_i // 2, fmt, x.dtype, fused)
     fused_moe_into(args, out, _allocate(fields, x.device))
     return out
 
@@ -203,12 +215,13 @@ def _out_fake(
     x: torch.Tensor, w13: torch.Tensor, s13: torch.Tensor | None, w2: torch.Tensor, s2: torch.Tensor | None, b13: torch.Tensor | None,
     b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
-    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor, tiles: torch.Tensor,
+    out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor,
+    counters: torch.Tensor,
 ) -> None:  # fmt: skip
     return None
 
 
-_out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y", "tiles"))
+_out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y", "counters"))
 
 
 def layer_format(w: "QTensor | torch.Tensor") -> str:
@@ -300,8 +313,7 @@ def make_workspace(tokens: int, top_k: int, w13: "QTensor | torch.Tensor", dtype
     if dtype not in _X_DTYPES:
         raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
     experts, two_i, hidden = w13.shape
-    both = [_fields(tokens, top_k, experts, hidden, two_i // 2, layer_format(w13), dtype, fused) for fused in (False, True)]
-    return _allocate(both[0] | {"tiles": both[1]["tiles"]}, w13.device)
+    return _allocate(_fields(tokens, top_k, hidden, two_i // 2, layer_format(w13), dtype, False), w13.device)
 
 
 def fused_moe(
@@ -376,7 +388,7 @@ def fused_moe(
         return out.copy_(fused_moe_ref(*args))
     inter = d13.shape[1] // 2
     fused = x.is_cuda and fuses_gemm1(routing.order.shape[0], d13.shape[0], inter, d13.shape[2], fmt, act.interleaved, arch_of(x.device))
-    fields = _fields(x.shape[0], routing.top_k, d13.shape[0], d13.shape[2], inter, fmt, x.dtype, fused)
+    fields = _fields(x.shape[0], routing.top_k, d13.shape[2], inter, fmt, x.dtype, fused)
     if workspace is None:
         workspace = _allocate(fields, x.device)
     else:

@@ -59,8 +59,8 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
 
     The two GEMMs' choices are asked for every count; the other ops change at a few thresholds, which four counts an octave step over.
     """
-    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic
-    from moe_ops.layer.fused import fuses_gemm1, layer_format
+    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel
+    from moe_ops.layer.fused import fuses_gemm1, hands_out_tiles, layer_format
 
     experts, two_i, hidden = w13.shape
     arch, fmt = arch_of(w13.device), layer_format(w13)
@@ -70,7 +70,15 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
         rows = tokens * top_k
         first, second = (GroupedGemmProblem(rows, experts, n, k, scheme) for n, k in ((two_i, hidden), (hidden, two_i // 2)))
         fused = fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, False, arch)
-        return (heuristic(first, arch), heuristic(second, arch), fused)
+        dynamic = hands_out_tiles(rows, two_i, arch)
+        return (
+            heuristic(first, arch),
+            heuristic(second, arch),
+            hopper_kernel(first, 1, False, arch),
+            hopper_kernel(second, 1, False, arch),
+            fused,
+            dynamic,
+        )
 
     return sorted({*_changes(choice, max_tokens), *_grid(max_tokens)})
 

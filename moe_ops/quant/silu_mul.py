@@ -9,6 +9,7 @@ import triton.language as tl
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
+from moe_ops.core.pdl import after_previous
 from moe_ops.quant.activation import Activation, activation_ref, lowest_gate
 from moe_ops.quant.silu_mul_quantize_kernel import gated_activation
 
@@ -24,9 +25,10 @@ def silu_mul_ref(x: torch.Tensor, dtype: torch.dtype, act_kind: str, alpha: floa
 @triton.jit(do_not_specialize=["rows", "alpha", "lowest", "limit", "up_offset"])
 def _silu_mul_kernel(
     x_ptr, filled_ptr, out_ptr, rows, alpha, lowest, limit, up_offset,
-    K: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes every num_programs-th tile of BLOCK_K columns of the filled rows; x is (rows, 2K), out (rows, K), contiguous."""
+    after_previous(PDL)
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     filled = tl.minimum(tl.maximum(tl.load(filled_ptr), 0), rows)
     for item in range(tl.program_id(0), filled * TILES, tl.num_programs(0)):

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from moe_ops.core.pdl import after_previous
 from moe_ops.quant.row_tiles import encode, filled_row_blocks, locate_rows, store_scales, zero_padding
 
 
@@ -61,13 +62,14 @@ def _silu_mul_quantize_kernel(
     stride_xe: tl.int64, stride_xm: tl.int64, stride_qe: tl.int64, stride_qm: tl.int64, stride_se: tl.int64, stride_sm: tl.int64, stride_sb: tl.int64,
     alpha, lowest, limit, up_offset,
     K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, LAYOUT: tl.constexpr, COUNTS: tl.constexpr, NUM_COUNTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x (experts, rows, 2K) -> e4m3 bits (experts, rows, K) and scales. A program takes every num_programs-th tile of the filled rows.
 
     A tile is GROUPS groups of GROUP output columns; it reads the same columns of the gate half and the up half, or twice as many
     neighbouring columns when the two are interleaved.
     """
+    after_previous(PDL)
     TILES: tl.constexpr = (K + GROUPS * GROUP - 1) // (GROUPS * GROUP)
     GROUPS_TOTAL: tl.constexpr = (K + GROUP - 1) // GROUP
     zero_padding(scale_ptr, rows, padding, experts, stride_se, stride_sm, stride_sb, GROUPS_TOTAL, LAYOUT)

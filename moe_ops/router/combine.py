@@ -15,6 +15,7 @@ from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
 from moe_ops.core.ops import register
+from moe_ops.core.pdl import after_previous
 from moe_ops.router.padding import PaddedRouting, check_padded
 from moe_ops.router.routing import Routing, check_routing
 
@@ -62,8 +63,10 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_H columns of one token; the loads of UNROLL rows are in flight together."""
+    after_previous(PDL)
     blocks = tl.cdiv(H, BLOCK_H)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)

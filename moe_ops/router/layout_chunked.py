@@ -14,6 +14,7 @@ import triton.language as tl
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch
+from moe_ops.core.pdl import after_previous
 from moe_ops.router.pairs_kernel import load_pairs, sort_rising, store_canonical, valid_tokens
 
 #: Pairs that are sorted at once.
@@ -37,8 +38,10 @@ def _chunk_counts_kernel(
     FLAT: tl.constexpr,
     E_PADDED: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Pairs of each local expert among the steps * STEP pairs of one chunk."""
+    after_previous(PDL)
     filled = valid_tokens(num_valid_ptr, T) * TOP_K
     counts = tl.zeros([E_PADDED], tl.int32)
     begin = tl.program_id(0) * steps * STEP
@@ -76,8 +79,10 @@ def _chunk_place_kernel(
     E_PADDED: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows of one chunk's pairs; the first program also writes counts and offsets."""
+    after_previous(PDL)
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     expert = tl.arange(0, E_PADDED)

@@ -114,7 +114,7 @@ def route(
             does not fit; an input that requires grad.
 
     Cost:
-        Two launches up to 8192 pairs (T * k), three above. Reads T * E logits; the choice costs about top_k passes over them in registers.
+        Two launches up to 1024 pairs (T * k), three above. Reads T * E logits; the choice costs about top_k passes over them in registers.
 
     See Also:
         `Routing`; tests/router/test_route.py, benchmarks/router/bench_route.py.

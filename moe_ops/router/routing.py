@@ -71,7 +71,7 @@ class Routing:
     def from_topk(
         ids: torch.Tensor, weights: torch.Tensor, num_experts: int, *, num_valid: torch.Tensor | None = None, local: Local = None
     ) -> "Routing":
-        """The `Routing` of expert ids and weights that somebody else chose: one launch up to 8192 pairs (T * k), two above; nothing read on the host.
+        """The `Routing` of expert ids and weights that somebody else chose: one launch up to 1024 pairs (T * k), two above; nothing read on the host.
 
         Args:
             ids (T, k), int32 or int64, any strides: global expert ids. Whatever lies outside [0, num_experts) means "no expert", be it
@@ -93,7 +93,7 @@ class Routing:
                 devices, weights that require grad.
 
         Cost:
-            Up to 8192 pairs each program reads all ids twice, above that only those of its chunk; T * k * 24 bytes of output.
+            Up to 1024 pairs each program reads all ids twice, above that only those of its chunk; T * k * 24 bytes of output.
 
         See Also:
             `moe_ops.route`; tests/router/test_layout.py, benchmarks/router/bench_layout.py.

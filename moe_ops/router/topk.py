@@ -21,6 +21,7 @@ from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.device_math import exp_accurate, sigmoid_accurate
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch, runs_kernels
+from moe_ops.core.pdl import after_previous
 from moe_ops.router.layout import local_ids_ref
 from moe_ops.router.pairs_kernel import local_expert, valid_tokens
 
@@ -231,8 +232,10 @@ def _topk_kernel(
     GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Ids and weights of BLOCK_T tokens. Columns are experts, each group padded to MEMBERS and the groups to GROUPS."""
+    after_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.arange(0, K_PADDED)
     out = token.to(tl.int64)[:, None] * TOP_K + slot[None, :]

@@ -9,7 +9,7 @@ from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic
 E, N, K = 4, 256, 512
 
 
-def _call(fmt: str, rows: int, masked: bool = False, k: int = K):
+def _call(fmt: str, rows: int, masked: bool = False, k: int = K, pinned: bool = False):
     def call():
         shape = (E, rows // E, k) if masked else (rows // 2, k)
         if fmt == "plain":
@@ -23,8 +23,8 @@ def _call(fmt: str, rows: int, masked: bool = False, k: int = K):
         offsets = torch.zeros(E if masked else E + 1, dtype=torch.int32)
         order = None if masked else torch.zeros(rows, dtype=torch.int32)
         bias = None if masked else torch.zeros((E, N))
-        assert heuristic(GroupedGemmProblem(rows, E, N, k, fmt), arch_of(a.device)) is not None
-        _grouped_gemm_triton(a, sa, w, sw, bias, offsets, order, 2, fmt, 1, torch.float32 if masked else torch.bfloat16)
+        config = heuristic(GroupedGemmProblem(rows, E, N, k, fmt), arch_of(a.device)).ints() if pinned else None
+        _grouped_gemm_triton(a, sa, w, sw, bias, offsets, order, 2, fmt, 1, torch.float32 if masked else torch.bfloat16, config)
 
     return call
 
@@ -33,11 +33,14 @@ COMPILE_CASES = [
     (f"grouped {fmt} rows={rows} {'masked' if masked else 'gather'} K={k}", _call(fmt, rows, masked, k))
     for fmt in ("fp8_block", "mxfp8", "plain")
     for rows, masked, k in ((8, False, K), (128, True, K), (4000, False, K), (2000, False, 576))
-]
+] + [(f"grouped fp8_block rows={rows} plain Triton", _call("fp8_block", rows, pinned=True)) for rows in (8, 4000)]
 EXPECT = {
+    "_grouped_gemm_stream_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n16k32\.f32\.e4m3\.e4m3", r"setmaxnreg", r"griddepcontrol\.wait"]},
     "_grouped_gemm_kernel": {
         90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
         100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
         120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
-    }
+    },
 }
+ONLY = {"_grouped_gemm_stream_kernel": (90,)}
+SPILLS = {"_grouped_gemm_hopper_kernel": (64, "the producer keeps what belongs to a tile, not to a step, in local memory")}

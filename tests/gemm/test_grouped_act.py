@@ -1,6 +1,6 @@
-"""GEMM1 with the activation and the quantization in its epilogue, and the tile list that it walks.
+"""GEMM1 with the activation and the quantization in its epilogue, and GEMM2 over the same rows.
 
-The plain-Triton kernel runs everywhere (in the interpreter without a GPU); on a Hopper GPU its Gluon twin runs under the same bodies.
+The plain-Triton kernel runs everywhere (in the interpreter without a GPU); on a Hopper GPU its Gluon twins run under the same bodies.
 """
 
 import math
@@ -11,32 +11,12 @@ import torch
 from moe_ops import quantize, quantize_weight
 from moe_ops.core.arch import arch_of, arch_of_capability
 from moe_ops.core.numerics import random_topk, relative_error, uneven
-from moe_ops.gemm.grouped import grouped_gemm_ref
-from moe_ops.gemm.grouped_act import grouped_act_into, grouped_act_ref, grouped_down_into, unsupported, uses_hopper
-from moe_ops.gemm.tile_list import list_size, tile_list_into, tile_list_ref
+from moe_ops.gemm.grouped_act import grouped_act_into, grouped_act_ref, kernel_of, unsupported
 from moe_ops.quant.activation import Activation
 from moe_ops.router.routing import Routing
 
-HOPPER = torch.cuda.is_available() and uses_hopper(arch_of(torch.device("cuda")))
-KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)"))]
-
-
-@pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize(
-    "offsets",
-    [[0, 0], [0, 1], [0, 0, 0, 5, 5], [0, 64, 128, 256], [0, 65, 65, 300, 301], [0, 700], [-4, 10, 5, 2**31 - 1]],
-    ids=["nothing", "one row", "empty experts", "whole tiles", "tails", "one expert", "garbage is clamped"],
-)
-def test_tile_list(device, offsets, block_m):
-    rows = min(max(0, max(offsets)), 700)
-    given = torch.tensor(offsets, dtype=torch.int32, device=device)
-    out = torch.empty(list_size(rows, len(offsets) - 1, block_m), dtype=torch.int32, device=device)
-    tile_list_into(given, rows, block_m, out)
-    if offsets[0] >= 0:
-        assert torch.equal(out.cpu(), tile_list_ref(given.cpu(), rows, block_m))
-    count = int(out[0])
-    entries = out[4:].view(-1, 4)[:count]
-    assert (entries[:, 1] >= 0).all() and (entries[:, 1] + entries[:, 2] <= rows).all() and (entries[:, 2] <= block_m).all()
+HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
+KERNELS = ["triton", *(pytest.param(k, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")) for k in ("stream", "hopper"))]
 
 
 def problem(counts, tokens, h, i, device, top_k=2):
@@ -61,11 +41,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("hopper", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", ["fp32", "folded"])
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("counts", [c[1] for c in CASES], ids=[c[0] for c in CASES])
-def test_fused_gemm1_matches_reference(device, counts, gather, rule, hopper):
+def test_fused_gemm1_matches_reference(device, counts, gather, rule, kernel):
     h, i, top_k = 256, 128, 2
     rows = sum(counts) + 2
     tokens = rows if not gather else (rows + 1) // 2
@@ -75,9 +55,7 @@ def test_fused_gemm1_matches_reference(device, counts, gather, rule, hopper):
     scale = torch.empty(rows, i // 128, device=device)
     args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None)
     act = ("silu", 1.0, math.inf, 0.0)
-    tiles = torch.empty(list_size(rows, len(counts), 64), dtype=torch.int32, device=device)
-    tile_list_into(offsets, rows, 128 if hopper else 64, tiles)
-    grouped_act_into(*args, tiles, order, top_k, *act, bits, scale, rule, hopper)
+    grouped_act_into(*args, offsets, order, top_k, *act, bits, scale, rule, kernel=kernel)
     filled = sum(counts)
     ref_bits, ref_scale = grouped_act_ref(*args, offsets, order, top_k, *act, rule)
     if filled:
@@ -87,25 +65,23 @@ def test_fused_gemm1_matches_reference(device, counts, gather, rule, hopper):
     assert torch.isnan(scale[filled:]).all() and (bits[filled:] == 0xFF).all()  # nothing else is written
 
 
-@pytest.mark.parametrize("hopper", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("act", [Activation.gelu_tanh(), Activation.gpt_oss(), Activation.clamped(0.5)], ids=["gelu", "gpt-oss", "clamped"])
-def test_activations_and_bias(device, act, hopper):
+def test_activations_and_bias(device, act, kernel):
     counts, h, i = [3, 70], 128, 256
     x, w, offsets, order = problem(counts, 73, h, i, device, top_k=1)
     bias = torch.randn(2, 2 * i, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(device)
     bits, scale = torch.empty(73, i, dtype=torch.uint8, device=device), torch.empty(73, i // 128, device=device)
     args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, bias)
     form = (act.kind, act.alpha, act.limit_or_inf, act.up_offset)
-    tiles = torch.empty(list_size(73, 2, 64), dtype=torch.int32, device=device)
-    tile_list_into(offsets, 73, 128 if hopper else 64, tiles)
-    grouped_act_into(*args, tiles, order, 1, *form, bits, scale, hopper=hopper)
+    grouped_act_into(*args, offsets, order, 1, *form, bits, scale, kernel=kernel)
     assert relative_error(decoded(bits, scale), decoded(*grouped_act_ref(*args, offsets, order, 1, *form))) <= 1e-2
 
 
-@pytest.mark.parametrize("hopper", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", ["fp32", "folded"])
 @pytest.mark.parametrize("rows", [40, 100], ids=["tail", "whole tile"])
-def test_an_infinity_spoils_its_own_element(device, rows, rule, hopper):
+def test_an_infinity_spoils_its_own_element(device, rows, rule, kernel):
     """NAN: a product that overflows becomes 448 of its block's scale; its neighbours keep theirs."""
     h, i = 128, 256
     x, w, offsets, _ = problem([rows], rows, h, i, device, top_k=1)
@@ -113,28 +89,10 @@ def test_an_infinity_spoils_its_own_element(device, rows, rule, hopper):
     bias[0, 5] = float("inf")
     bits, scale = torch.empty(rows, i, dtype=torch.uint8, device=device), torch.empty(rows, i // 128, device=device)
     args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, bias)
-    tiles = torch.empty(list_size(rows, 1, 64), dtype=torch.int32, device=device)
-    tile_list_into(offsets, rows, 128 if hopper else 64, tiles)
-    grouped_act_into(*args, tiles, None, 1, "silu", 1.0, math.inf, 0.0, bits, scale, rule, hopper)
+    grouped_act_into(*args, offsets, None, 1, "silu", 1.0, math.inf, 0.0, bits, scale, rule, kernel=kernel)
     ref_bits, ref_scale = grouped_act_ref(*args, offsets, None, 1, "silu", 1.0, math.inf, 0.0, rule)
     assert torch.isfinite(scale).all() and ((bits[:, 5] & 0x7F) == (ref_bits[:, 5] & 0x7F)).all()
     assert relative_error(decoded(bits, scale), decoded(ref_bits, ref_scale)) <= 1e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("counts", [[1, 64, 65, 0, 200], [128] * 3], ids=["tails", "whole tiles"])
-def test_down_product_over_the_same_tiles(device, counts, dtype):
-    rows, n, k = sum(counts), 512, 256
-    a, w, offsets, _ = problem(counts, rows, k, n // 2, device)
-    bias = torch.randn(len(counts), n, device=device)
-    tiles = torch.empty(list_size(rows, len(counts), 64), dtype=torch.int32, device=device)
-    tile_list_into(offsets, rows, 128 if HOPPER else 64, tiles)
-    out = torch.empty(rows, n, dtype=dtype, device=device)
-    args = (a.data.view(torch.uint8), a.scale, w.data.view(torch.uint8), w.scale, bias)
-    grouped_down_into(*args, tiles, offsets, out)
-    ref = grouped_gemm_ref(*args, offsets, None, 1, "fp8_block", 1, torch.float32)
-    assert relative_error(out, ref) <= (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
 @pytest.mark.gpu
@@ -143,22 +101,22 @@ def test_same_bits_every_run(device):
     routing = Routing.from_topk(ids.to(device), weights.to(device), 8)
     x = quantize(uneven((300, 512), seed=1).to(device), "fp8_block")
     w = quantize_weight(uneven((8, 512, 512), seed=2).to(device), "fp8_block")
-    tiles = torch.empty(list_size(1200, 8, 64), dtype=torch.int32, device=device)
-    tile_list_into(routing.offsets, 1200, 128 if HOPPER else 64, tiles)
     results = []
     for _ in range(5):
         bits, scale = torch.empty(1200, 256, dtype=torch.uint8, device=device), torch.empty(1200, 2, device=device)
-        args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None, tiles, routing.order)
+        args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, None, routing.offsets, routing.order)
         grouped_act_into(*args, 4, "silu", 1.0, math.inf, 0.0, bits, scale)
         results.append((bits, scale))
     assert all(torch.equal(a, b) for r in results for a, b in zip(r, results[0], strict=True))
 
 
-def test_reasons():
+def test_kernel_and_reasons():
     hopper, ada = arch_of_capability(90), arch_of_capability(89)
-    assert unsupported(256, 128, "fp8_block", False, hopper) is None
-    assert "interleaved" in str(unsupported(256, 128, "fp8_block", True, hopper))
-    assert "I = 192" in str(unsupported(384, 128, "fp8_block", False, hopper))
-    assert "mxfp8" in str(unsupported(256, 128, "mxfp8", False, hopper))
-    assert "sm_89" in str(unsupported(256, 128, "fp8_block", False, ada))
-    assert "sm_120" in str(unsupported(256, 128, "fp8_block", False, arch_of_capability(120)))
+    assert (kernel_of(64, 8, hopper), kernel_of(65, 8, hopper), kernel_of(1, 8, ada)) == ("stream", "hopper", "triton")
+    assert unsupported(256, 128, 8, "fp8_block", False, hopper) is None
+    assert "interleaved" in str(unsupported(256, 128, 8, "fp8_block", True, hopper))
+    assert "I = 192" in str(unsupported(384, 128, 8, "fp8_block", False, hopper))
+    assert "513 experts" in str(unsupported(256, 128, 513, "fp8_block", False, hopper))
+    assert "mxfp8" in str(unsupported(256, 128, 8, "mxfp8", False, hopper))
+    assert "sm_89" in str(unsupported(256, 128, 8, "fp8_block", False, ada))
+    assert "sm_120" in str(unsupported(256, 128, 8, "fp8_block", False, arch_of_capability(120)))

@@ -198,14 +198,6 @@ def test_workspaces_that_do_not_fit_are_refused(make, field):
 
 
 @pytest.mark.gpu
-def test_a_workspace_of_fewer_experts_is_refused_in_a_prefill(device):
-    (one13, _), (w13, w2) = layer_weights("fp8_block", 1, 128, 128, device), layer_weights("fp8_block", 20, 128, 128, device)
-    x, routing = tokens(1280, 128, device), make_routing("even", 1280, 20, 2, device)
-    with pytest.raises(ValueError, match="fused_moe: workspace.tiles must be at least"):
-        fused_moe(x, w13, w2, routing, out=torch.empty_like(x), workspace=make_workspace(1280, 2, one13))
-
-
-@pytest.mark.gpu
 def test_weights_off_the_16_byte_grid_are_refused_in_a_prefill(device):
     e, h, i = 2, 128, 128
     w13, w2 = layer_weights("fp8_block", e, h, i, device)
@@ -213,12 +205,6 @@ def test_weights_off_the_16_byte_grid_are_refused_in_a_prefill(device):
     flat[8:].copy_(w13.data.view(torch.uint8).flatten())
     off = make_qtensor(flat[8:].view(w13.data.shape), w13.scale, "fp8_block", segments=2)
     x, routing = tokens(300, h, device), make_routing("even", 300, e, 1, device)
-    assert (
-        relative_error(
-            fused_moe(x[:4], off, w2, make_routing("even", 4, e, 1, device)), fused_moe(x[:4], w13, w2, make_routing("even", 4, e, 1, device))
-        )
-        == 0
-    )
     with pytest.raises(ValueError, match="fused_moe: w13 must start on a 16-byte boundary"):
         fused_moe(x, off, w2, routing)
 
