@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_ops.core import checks
-from moe_ops.core.formats import E4M3, Format, QTensor
+from moe_ops.core.formats import E4M3, FP8_BLOCK, MXFP8, Format, QTensor
 from moe_ops.core.ops import register
 from moe_ops.quant.dequantize import dequantize
 from moe_ops.quant.row_config import RowConfig
@@ -20,7 +20,7 @@ from moe_ops.quant.weight import quantize_weight
 if TYPE_CHECKING:
     from moe_ops.router.routing import Routing
 
-__all__ = ["dequantize", "quantize", "quantize_weight"]
+__all__ = ["dequantize", "quantize", "quantize_folded", "quantize_weight"]
 
 
 def quantize_ref(x: torch.Tensor, counts: torch.Tensor | None, fmt: str, layout: str, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,3 +117,31 @@ def quantize(
         raise ValueError(f"quantize: the last dimension of x must be a multiple of 32 for mxfp8, got shape {tuple(x.shape)}")
     data, scale = _op(x, counts, f.name, layout, rule)
     return QTensor(data.view(E4M3), scale, f, f.act_block, layout, rule)
+
+
+def quantize_folded(x: torch.Tensor, *, counts: "torch.Tensor | Routing | None" = None) -> QTensor:
+    """Quantize activations to mxfp8, 1x32, and fold them to one power of two for each 1x128, for weights that `fold_weight` folded.
+
+    Args:
+        x: as in `quantize`, with K % 128 == 0.
+        counts: as in `quantize`.
+
+    Returns:
+        QTensor of format mxfp8 with block (1, 128) and fp32 scales (.., K / 128): the values of `quantize(x, "mxfp8")`, except for elements that
+        fall among e4m3's subnormals in their block's unit.
+
+    Raises:
+        TypeError, ValueError: as `quantize`, or K % 128 != 0.
+
+    Cost: as `quantize`.
+
+    See also: `moe_ops.quant.fold`; tests/quant/test_fold.py.
+    """
+    op = "quantize_folded"
+    checks.is_tensor(op, "x", x)
+    counts = device_counts(op, counts, x)
+    check_rows(op, x, counts)
+    if x.shape[-1] % 128:
+        raise ValueError(f"{op}: the last dimension of x must be a multiple of 128, got shape {tuple(x.shape)}")
+    data, scale = _op(x, counts, FP8_BLOCK.name, "row_major", "folded")
+    return QTensor(data.view(E4M3), scale, MXFP8, FP8_BLOCK.act_block, "row_major", "rceil")

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from moe_ops import dequantize, quantize, quantize_weight
+from moe_ops import dequantize, grouped_gemm, quantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, relative_error, uneven
 from moe_ops.quant.fold import MAX_ROW, MAX_TENSOR, fold_rows_ref, fold_weight, is_folded
-from moe_ops.quant.quantize import quantize_into
+from moe_ops.quant.quantize import quantize_folded, quantize_into
 from moe_ops.quant.scale_layout import to_layout
 from moe_ops.quant.silu_mul_quantize import silu_mul_quantize_into, silu_mul_quantize_ref
 
@@ -35,6 +35,19 @@ def test_folded_rows_hold_the_values_of_1x32():
     assert relative_error(unfolded(*fold_rows_ref(x)), dequantize(quantize(x, "mxfp8"))) < 1e-5
     # another format: quantizing straight to 1x128 is not the same
     assert relative_error(dequantize(quantize(x, "fp8_block")), dequantize(quantize(x, "mxfp8"))) > 1e-2
+
+
+def test_folded_activations_meet_folded_weights(device):
+    """The product of what `quantize_folded` and `fold_weight` return is the product of the 1x32 values."""
+    x, w = uneven((12, 256), seed=1).to(device), quantize_weight(uneven((2, 256, 256), seed=2).to(device), "mxfp8")
+    folded, report = fold_weight(w)
+    a = quantize_folded(x)
+    assert report.folded and is_folded(a) and a.block == (1, 128)
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    exact = grouped_gemm(quantize(x, "mxfp8"), w, offsets, out_dtype=torch.float32)
+    assert relative_error(grouped_gemm(a, folded, offsets, out_dtype=torch.float32), exact) < 5e-4
+    with pytest.raises(ValueError, match="quantize_folded: the last dimension of x must be a multiple of 128"):
+        quantize_folded(x[:, :96])
 
 
 def test_hand_worked_block():
