@@ -1,6 +1,7 @@
 """Configs of the grouped GEMM: one frozen dataclass, one legality function, one heuristic that needs no database."""
 
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -119,6 +120,29 @@ def hopper_kernel(problem: GroupedGemmProblem, segments: int, masked: bool, arch
         return "stream"
     tiles = min(problem.experts, problem.rows) * ceil_div(problem.rows_per_expert, 128) * (problem.n // 256)
     return "hopper" if problem.n % 256 == 0 and tiles * 4 >= arch.sms else None
+
+
+class StreamTile(NamedTuple):
+    """Weight rows and activation rows of a tile, slots of the ring, programs on an SM."""
+
+    weights: int
+    rows: int
+    stages: int
+    programs: int
+
+
+def stream_tile(rows: int, experts: int, n: int, fused: bool, arch: Arch) -> tuple[StreamTile, int]:
+    """Tile of the kernel that streams the weights, and the most tiles that `rows` rows over weights of n rows can make.
+
+    H200, Triton 3.6, 2026-11-30: 128 weight rows, other depths and 1 or 3 programs an SM were within 2% or slower (benchmarks/NOTES.md).
+    Fused, a tile is a scale group: 128 gate rows, then 128 up rows; two programs an SM where that puts all tiles into one round.
+    """
+    row_tiles = min(experts, rows) + rows // 16
+    if not fused:
+        return StreamTile(64, 16, 10, 2), row_tiles * (n // 64)
+    tiles = row_tiles * (n // 256)
+    shared = arch.sms < tiles <= 2 * arch.sms
+    return StreamTile(128, 16, 5, 2) if shared else StreamTile(128, 16, 11, 1), tiles
 
 
 def hopper_operands(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor) -> bool:

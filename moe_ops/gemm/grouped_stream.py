@@ -11,7 +11,6 @@ A launch that knows its predecessor (`early`) asks for its first weights before 
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -34,23 +33,9 @@ from moe_ops.gemm.gluon_compat import (
     tma_load,
     write_tile,
 )
+from moe_ops.gemm.grouped_config import stream_tile
 from moe_ops.gemm.hopper_epilogue import folded, gated, kind_of, quantized, refold, row_amax
 from moe_ops.quant.activation import lowest_gate
-
-
-class Tile(NamedTuple):
-    """Weight rows and activation rows of a tile, slots of the ring, programs on an SM."""
-
-    weights: int
-    rows: int
-    stages: int
-    programs: int
-
-
-# H200, Triton 3.6, 2026-11-30: 128 weight rows, other depths and 1 or 3 programs an SM were within 2% or slower (benchmarks/NOTES.md)
-TILE = Tile(64, 16, 10, 2)
-#: A scale group is 128 columns wide: 128 gate rows, then 128 up rows.
-FUSED_TILE = Tile(128, 16, 11, 1)
 
 
 @gluon.jit
@@ -273,11 +258,11 @@ def launch_stream(
     a, w = as_e4m3(a), as_e4m3(w)
     rows = out.shape[0]
     fused = out_scale is not None
-    tile = FUSED_TILE if fused else TILE
-    tiles = (min(experts, rows) + rows // tile.rows) * (n // 2 if fused else n) // tile.weights
+    arch = arch_of(a.device)
+    tile, tiles = stream_tile(rows, experts, n, fused, arch)
     lowest = lowest_gate(act_kind, alpha)
     launch(
-        op, _grouped_gemm_stream_kernel, (max(1, min(tile.programs * arch_of(a.device).sms, tiles)),),
+        op, _grouped_gemm_stream_kernel, (max(1, min(tile.programs * arch.sms, tiles)),),
         a, a_scale, TensorDescriptor.from_tensor(w.view(experts * n, k), [tile.weights, 128], _BOX), w_scale, bias,
         as_e4m3(out) if fused else out, out_scale, offsets, order,
         rows, a.shape[0], a.stride(0), *a_scale.stride(), alpha, lowest, limit, up_offset,

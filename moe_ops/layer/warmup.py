@@ -59,7 +59,7 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
 
     The two GEMMs' choices are asked for every count; the other ops change at a few thresholds, which four counts an octave step over.
     """
-    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel
+    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel, stream_tile
     from moe_ops.layer.fused import fuses_gemm1, hands_out_tiles, layer_format
 
     experts, two_i, hidden = w13.shape
@@ -76,6 +76,7 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
             heuristic(second, arch),
             hopper_kernel(first, 1, False, arch),
             hopper_kernel(second, 1, False, arch),
+            stream_tile(rows, experts, two_i, True, arch)[0],
             fused,
             dynamic,
         )

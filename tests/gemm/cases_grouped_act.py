@@ -6,11 +6,12 @@ import torch
 
 from moe_ops.gemm.grouped_act import grouped_act_into
 
-E, H, I, R = 4, 512, 256, 600
+E, H, I = 4, 512, 256
 
 
-def _act(kernel: str, gather: bool, kind: str = "silu", rule: str = "fp32", dynamic: bool = False):
+def _act(kernel: str, gather: bool, kind: str = "silu", rule: str = "fp32", dynamic: bool = False, rows: int = 600):
     def call():
+        R = rows
         a, sa = torch.zeros((R, H), dtype=torch.uint8), torch.ones((R, H // 128))
         w, sw = torch.zeros((E, 2 * I, H), dtype=torch.uint8), torch.ones((E, 2 * I // 128, H // 128))
         out, so = torch.zeros((R, I), dtype=torch.uint8), torch.zeros((R, I // 128))
@@ -30,6 +31,7 @@ COMPILE_CASES = [
     ("gemm1 + silu, gather, hopper", _act("hopper", True), (90,)),
     ("gemm1 + silu, gather, hopper, tiles handed out", _act("hopper", True, dynamic=True), (90,)),
     ("gemm1 + silu, gather, stream, early", _act("stream", True, dynamic=True), (90,)),
+    ("gemm1 + silu, stream, two programs an SM", _act("stream", True, rows=4), (90,)),
     ("gemm1 + silu, folded, stream", _act("stream", True, rule="folded"), (90,)),
     ("gemm1 + gelu, bias, stream", _act("stream", False, "gelu_tanh"), (90,)),
     ("gemm1 + gelu, bias, hopper", _act("hopper", False, "gelu_tanh"), (90,)),
