@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moe_ops.core.formats import QTensor as QTensor
     from moe_ops.core.formats import make_qtensor as make_qtensor
     from moe_ops.core.launch import freeze as freeze
+    from moe_ops.gemm.dense import dense_gemm as dense_gemm
     from moe_ops.gemm.grouped import grouped_gemm as grouped_gemm
     from moe_ops.layer.fused import fused_moe as fused_moe
     from moe_ops.layer.module import MoELayer as MoELayer
@@ -32,6 +33,7 @@ _HOME = {
     "QTensor": "moe_ops.core.formats",
     "Routing": "moe_ops.router.routing",
     "combine": "moe_ops.router.combine",
+    "dense_gemm": "moe_ops.gemm.dense",
     "dequantize": "moe_ops.quant.quantize",
     "freeze": "moe_ops.core.launch",
     "fused_moe": "moe_ops.layer.fused",

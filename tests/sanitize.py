@@ -17,6 +17,8 @@ from moe_ops import Activation, Routing, combine, dequantize, fused_moe, grouped
 from moe_ops.core.arch import arch_of  # noqa: E402
 from moe_ops.core.formats import LAYOUTS  # noqa: E402
 from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
+from moe_ops.gemm.dense import dense_gemm  # noqa: E402
+from moe_ops.gemm.dense_config import DenseGemmConfig  # noqa: E402
 from moe_ops.gemm.grouped_act import grouped_act_into  # noqa: E402
 from moe_ops.quant.fold import fold_weight  # noqa: E402
 from moe_ops.quant.scale_layout import to_layout  # noqa: E402
@@ -83,6 +85,18 @@ def gemms():
                 grouped_gemm(m, q, counts(rows + 9, 0, 3))
 
 
+def dense_gemms():
+    for fmt, k in (("fp8_block", 200), ("fp8_block", 136), ("mxfp8", 224), ("plain", 136)):
+        for n in (80, 192):
+            w = data(n, k)
+            q = w if fmt == "plain" else quantize_weight(w, fmt)
+            for rows in (3, 40, 300):
+                x, residual = data(rows, k), data(rows, n)
+                dense_gemm(x, q, bias=torch.randn(n, device=CUDA), residual=residual)
+                step = 64 if fmt == "plain" else 128 if fmt == "fp8_block" or arch_of(CUDA).has_block_scaled_mma else 32
+                dense_gemm(x, q, residual=residual, config=DenseGemmConfig(16, 64, step, 4, 2, 3, True))
+
+
 def fused_gemm1():
     e, i, h, k = 3, 256, 384, 2
     x = quantize(data(110, h), "fp8_block")
@@ -133,7 +147,7 @@ def launched() -> set[str]:
 
 
 def main() -> int:
-    for part in (quantizers, router, gemms, fused_gemm1, gemms_on_hopper, layers):
+    for part in (quantizers, router, gemms, dense_gemms, fused_gemm1, gemms_on_hopper, layers):
         part()
         torch.cuda.synchronize()
         print(f"{part.__name__} done", flush=True)

@@ -1,0 +1,47 @@
+"""Compile cases of the dense GEMM: every format, few rows and many, quantized activations and 16-bit ones, with and without a split."""
+
+import torch
+
+from moe_ops.gemm.dense import _dense_gemm_triton
+
+N = 576
+
+
+def _call(fmt: str, rows: int, rule: str, k: int, n: int = N):
+    def call():
+        if fmt == "plain":
+            a, sa, w, sw = torch.zeros((rows, k), dtype=torch.bfloat16), None, torch.zeros((n, k), dtype=torch.bfloat16), None
+        else:
+            a, w = torch.zeros((rows, k), dtype=torch.uint8), torch.zeros((n, k), dtype=torch.uint8)
+            if fmt == "fp8_block":
+                sa, sw = torch.ones((rows, -(-k // 128))), torch.ones((-(-n // 128), -(-k // 128)))
+            else:
+                sa, sw = torch.ones((rows, k // 32), dtype=torch.uint8), torch.ones((n, k // 32), dtype=torch.uint8)
+            if rule != "given":
+                a, sa = torch.zeros((rows, k), dtype=torch.bfloat16), None
+        bias, residual = torch.zeros(n), torch.zeros((rows, n), dtype=torch.bfloat16)
+        _dense_gemm_triton(a, sa, w, sw, bias, residual, fmt, rule, torch.bfloat16)
+
+    return call
+
+
+COMPILE_CASES = [
+    (f"dense {fmt} rows={rows} K={k} N={n} {rule}", _call(fmt, rows, rule, k, n))
+    for fmt, rule in (
+        ("fp8_block", "given"),
+        ("fp8_block", "fp32"),
+        ("fp8_block", "folded"),
+        ("mxfp8", "given"),
+        ("mxfp8", "rceil"),
+        ("plain", "given"),
+    )
+    for rows, k, n in ((4, 7168, N), (32, 7168, N), (64, 7168, N), (200, 512, N), (4096, 512, 4096), (3, 160, 80))
+    if rule == "given" or (rows <= 16 and not (rule == "folded" and k % 128))
+]
+EXPECT = {
+    "_dense_gemm_kernel": {
+        90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
+        100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
+        120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
+    },
+}
