@@ -16,7 +16,7 @@ LAYERS = (("__main__",), ("cli",), ("demo",), ("bench", "convert", "tune"), ("hf
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
 #: Libraries that are optional, and the only files that may import them.
-OPTIONAL = {"transformers": "hf/", "accelerate": "hf/", "deep_gemm": "gemm/deepgemm", "cutlass": "gemm/cutlass", "deep_ep": "ep/"}
+OPTIONAL = {"transformers": "hf/", "accelerate": "hf/", "deep_gemm": "gemm/deep_gemm", "cutlass": "gemm/cutlass", "deep_ep": "ep/"}
 
 TEXT = (".py", ".md", ".toml", ".yaml", ".yml", ".cu", ".cuh", ".json", "")
 

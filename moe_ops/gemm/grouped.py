@@ -3,6 +3,7 @@
 Rows are packed (offsets, 2-D) or masked ([E, capacity, K], counts). Counts live on the device alone: time follows the filled rows.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["grouped_gemm"]
 
-IMPLS = ("triton", "torch")
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -237,7 +237,8 @@ def grouped_gemm(
         bias: (E, N) fp32, bf16 or fp16, or None.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
         out: contiguous tensor of the result's shape that receives it; then the call allocates nothing.
-        impl: "triton", "torch" (the reference; reads counts on the host) or None, which takes "triton" on CUDA and "torch" on a CPU.
+        impl: "triton", "deep_gemm" (leads the rows into that library's layout and back; allocates), "torch" (`torch._grouped_mm` where it fits, else
+            the reference, which reads counts on the host), or None: "triton" on CUDA and the reference on a CPU. `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that calls of other shapes give the same bits.
 
     Returns:
@@ -248,7 +249,8 @@ def grouped_gemm(
 
     Raises:
         TypeError: operands of mixed kinds or of another dtype.
-        ValueError: shapes, strides, devices or formats that do not fit, an unknown impl, an illegal config, or a requires_grad operand.
+        ValueError: shapes, strides, devices or formats that do not fit, an impl that is unknown or cannot run this (its reason is the text),
+            an illegal config, or a requires_grad operand.
         RuntimeError: a first compile under graph capture or after `freeze()`.
 
     Cost: 2 * rows * N * K flops; E_active * N * K + rows * (K + N * out bytes) bytes.
@@ -298,8 +300,6 @@ def grouped_gemm(
     checks.one_of(op, "out_dtype", out_dtype, _OUT_DTYPES)
     checks.same_device(op, a=a_data, a_scale=a_scale, w=w_data, w_scale=w_scale, bias=bias, routing=offsets)
     checks.no_grad(op, a=a_data, w=w_data, bias=bias)
-    if impl is not None:
-        checks.one_of(op, "impl", impl, IMPLS)
     if impl == "triton" and not a_data.is_cuda:
         raise ValueError(f"{op}: impl 'triton' needs CUDA tensors, got {a_data.device}")
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, offsets, order, top_k, fmt, segments)
@@ -311,16 +311,24 @@ def grouped_gemm(
         if reason is not None:
             raise ValueError(f"{op}: config {config} cannot run here: {reason}")
     pinned = config.ints() if config is not None else None
+    shape = _out_shape(a_data, w_data, order)
+    if out is not None:
+        checks.is_tensor(op, "out", out)
+        checks.no_grad(op, out=out)
+        checks.shape(op, "out", out, shape)
+        checks.dtype(op, "out", out, _OUT_DTYPES)
+        checks.contiguous(op, "out", out)
+        checks.same_device(op, a=a_data, out=out)
+        out_dtype = out.dtype
+    if impl is not None and impl != "triton":
+        from moe_ops.gemm.grouped_impls import run_named
+        from moe_ops.gemm.registry import Problem
+
+        rows, layout = math.prod(shape[:-1]), a.layout if isinstance(a, QTensor) else "row_major"
+        flags = {"masked": a_data.dim() == 3, "gather": gather, "bias": bias is not None, "given_out": out is not None, "pinned": config is not None}
+        problem = Problem(op, fmt, rows, n, k, experts, out_dtype, a_data.dtype, segments=segments, layout=layout, **flags)
+        return run_named(impl, problem, args, out_dtype, out, shape)
     if out is None:
-        return grouped_gemm_ref(*args, out_dtype) if impl == "torch" else _op(*args, out_dtype, pinned)
-    checks.is_tensor(op, "out", out)
-    checks.no_grad(op, out=out)
-    checks.shape(op, "out", out, _out_shape(a_data, w_data, order))
-    checks.dtype(op, "out", out, _OUT_DTYPES)
-    checks.contiguous(op, "out", out)
-    checks.same_device(op, a=a_data, out=out)
-    if impl == "torch":
-        _ref_into(*args, out)
-    else:
-        _out_op(*args, out, pinned)
+        return _op(*args, out_dtype, pinned)
+    _out_op(*args, out, pinned)
     return out

@@ -1,0 +1,360 @@
+"""DeepGEMM's wrapper against a stand-in that reads DeepGEMM's layouts in plain torch, and against the library where it is installed.
+
+The stand-in refuses what the library would refuse or transpose (stride orders, dtypes, alignment), so that what reaches the library is right.
+"""
+
+import json
+import types
+
+import pytest
+import torch
+
+from moe_ops import Routing, grouped_gemm, make_qtensor, quantize, quantize_weight
+from moe_ops.core.numerics import decode_e8m0, random_topk, relative_error, uneven
+from moe_ops.gemm import deep_gemm, deep_gemm_probe
+from moe_ops.gemm.grouped import _ref_into
+
+ALL = dict.fromkeys(deep_gemm_probe.FORMS)
+
+
+def dequantize(pair, weight):
+    """fp32 values of what the library is given; asserts its demands on strides."""
+    data, scale = pair
+    assert data.dtype == torch.float8_e4m3fn and data.stride(-1) == 1 and data.is_contiguous()
+    rows = data.shape[-2]
+    if scale.dtype == torch.int32:  # SM100: four E8M0 bytes along K
+        assert scale.shape[-2] == rows and scale.stride()[-2:] == (1, -(-rows // 4) * 4)
+        byte = scale.contiguous().view(torch.uint8)
+        return data.float() * decode_e8m0(byte).repeat_interleave(32, -1)
+    if weight:
+        assert scale.is_contiguous() and scale.shape[-2] == -(-rows // 128)
+        scale = scale.repeat_interleave(128, -2)[..., :rows, :]
+    else:
+        assert scale.shape[-2] == rows and scale.stride()[-2:] == (1, -(-rows // 4) * 4), "the library would launch a transpose"
+    return data.float() * scale.repeat_interleave(128, -1)[..., : data.shape[-1]]
+
+
+class StandIn(types.ModuleType):
+    """Computes what DeepGEMM computes, from the same arguments; rows that a tile covers in passing become garbage, as there."""
+
+    def __init__(self):
+        super().__init__("deep_gemm")
+        self.aligned_to, self.calls = 64, []
+
+    def get_mk_alignment_for_contiguous_layout(self):
+        return self.aligned_to
+
+    def set_mk_alignment_for_contiguous_layout(self, value):
+        self.aligned_to = value
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, d, grouped_layout, recipe=None, recipe_a=None, recipe_b=None, use_psum_layout=False):
+        assert self.aligned_to == 128 and a[0].shape[0] % 128 == 0 and d.dtype == torch.bfloat16 and grouped_layout.dtype == torch.int32
+        assert (recipe_a is None) == (a[1].dtype == torch.float32)
+        self.calls.append("psum" if use_psum_layout else "contiguous")
+        x, w, layout = dequantize(a, False), dequantize(b, True), grouped_layout.tolist()
+        if use_psum_layout:
+            begin = 0
+            for e, end in enumerate(layout):
+                d[begin : -(-end // 128) * 128] = 77.0
+                d[begin:end] = (x[begin:end] @ w[e].T).bfloat16()
+                begin = -(-end // 128) * 128
+            return
+        for block in range(0, len(layout), 128):
+            e = layout[block]
+            if e >= 0:
+                assert set(layout[block : block + 128]) <= {e, -1}
+                d[block : block + 128] = (x[block : block + 128] @ w[e].T).bfloat16()
+
+    def fp8_m_grouped_gemm_nt_masked(self, a, b, d, masked_m, expected_m, recipe_a=None, recipe_b=None):
+        assert expected_m > 0 and a[0].shape[1] % 128 == 0
+        self.calls.append("masked")
+        x, w = dequantize(a, False), dequantize(b, True)
+        for e, count in enumerate(masked_m.tolist()):
+            d[e, : -(-count // 64) * 64] = (x[e, : -(-count // 64) * 64] @ w[e].T).bfloat16()
+
+    def fp8_gemm_nt(self, a, b, d, recipe_a=None, recipe_b=None):
+        self.calls.append("dense")
+        d.copy_(dequantize(a, False) @ dequantize(b, True).T)
+
+
+@pytest.fixture
+def lib(monkeypatch):
+    stand_in = StandIn()
+    monkeypatch.setattr(deep_gemm, "library", lambda: stand_in)
+    monkeypatch.setattr(deep_gemm, "features", lambda index: ALL)
+    monkeypatch.setattr(deep_gemm, "_warm", set())
+    return stand_in
+
+
+def operands(fmt, shape, e, n, k, device, layout=None):
+    a = quantize(uneven((*shape, k), seed=1).to(device), fmt, layout=layout)
+    w = quantize_weight(uneven((e, n, k), block=(128, 128), seed=2).to(device), fmt)
+    return a.data.view(torch.uint8), a.scale, w.data.view(torch.uint8), w.scale
+
+
+def ints(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(
+    "form,fmt,layout",
+    [
+        ("contiguous", "fp8_block", "row_major"),
+        ("psum", "fp8_block", "mn_major"),
+        ("masked", "fp8_block", "mn_major"),
+        ("psum", "mxfp8", "row_major"),
+        ("masked", "mxfp8", "row_major"),
+    ],
+)
+@pytest.mark.parametrize(
+    "counts",
+    [[1, 0, 2], [0, 0, 70], [0, 0, 0], [128, 1, 0], [127, 129, 1]],
+    ids=["EMPTY: between", "one expert", "EMPTY: all", "a whole block", "TAIL: around a block"],
+)
+def test_every_form_leads_rows_there_and_back(lib, device, form, fmt, layout, counts):
+    rows, n, k = sum(counts) + 2, 64, 256  # two rows of room beyond the filled ones
+    a, sa, w, sw = operands(fmt, (rows,), len(counts), n, k, device, layout)
+    a[sum(counts) :] = 0x7F  # NaN in rows of nobody
+    offsets = ints([0, *torch.tensor(counts).cumsum(0).tolist()], device)
+    out, ref = (torch.full((rows, n), 5.0, dtype=t, device=device) for t in (torch.bfloat16, torch.float32))
+    deep_gemm._into(a, sa, w, sw, offsets, None, 1, fmt, out, form)
+    _ref_into(a, sa, w, sw, None, offsets, None, 1, fmt, 1, ref)
+    assert lib.calls == [form] and lib.aligned_to == 64  # restored
+    assert relative_error(out, ref) < 2e-3
+    assert (out[sum(counts) :] == 5.0).all()  # untouched
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("capacity", [1, 8, 63, 65, 128, 130])
+def test_tail_masked_rows_of_any_capacity(lib, device, fmt, capacity):
+    """TAIL: the library's tiles would cross into the next expert; rows beyond a count are neither read nor written."""
+    counts = [0, 1, capacity, max(0, capacity - 1), capacity + 9]
+    n, k = 64, 256
+    a, sa, w, sw = operands(fmt, (len(counts), capacity), len(counts), n, k, device)
+    for e, c in enumerate(counts):
+        a[e, c:] = 0x7F
+    out, ref = (torch.full((len(counts), capacity, n), 5.0, dtype=t, device=device) for t in (torch.bfloat16, torch.float32))
+    deep_gemm.deep_gemm_grouped_into(a, sa, w, sw, ints(counts, device), None, 1, fmt, out)
+    _ref_into(a, sa, w, sw, None, ints(counts, device), None, 1, fmt, 1, ref)
+    assert lib.calls == ["masked"] and relative_error(out, ref) < 2e-3
+    for e, c in enumerate(counts):
+        assert (out[e, c:] == 5.0).all()
+
+
+@pytest.mark.parametrize("tokens,form", [(5, "masked"), (60, "psum")])
+def test_sent_gathered_tokens_and_pairs_of_nobody(lib, device, tokens, form):
+    e, top_k, n, k = 4, 3, 64, 256
+    ids, weights = random_topk(tokens, e, top_k, seed=4)
+    ids[2] = -1
+    ids[3, 1] = -1
+    routing = Routing.from_topk(ids.to(device), weights.to(device), e)
+    a, sa, w, sw = operands("fp8_block", (tokens,), e, n, k, device)
+    out, ref = (torch.full((tokens * top_k, n), 5.0, dtype=t, device=device) for t in (torch.bfloat16, torch.float32))
+    deep_gemm.deep_gemm_grouped_into(a, sa, w, sw, routing.offsets, routing.order, top_k, "fp8_block", out)
+    _ref_into(a, sa, w, sw, None, routing.offsets, routing.order, top_k, "fp8_block", 1, ref)
+    assert lib.calls == [form] and relative_error(out, ref) < 2e-3
+
+
+@pytest.mark.parametrize("form", ["contiguous", "masked"])
+def test_layout_rows_with_any_distance(lib, device, form):
+    """LAYOUT: activations that are a slice of something wider."""
+    a, sa, w, sw = operands("fp8_block", (9,), 2, 64, 256, device)
+    wide = torch.full((9, 300), 0x7F, dtype=torch.uint8, device=device)
+    wide[:, 3:259] = a
+    results = []
+    for source in (a, wide[:, 3:259]):
+        out = torch.zeros((9, 64), dtype=torch.bfloat16, device=device)
+        deep_gemm._into(source, sa, w, sw, ints([0, 4, 9], device), None, 1, "fp8_block", out, form)
+        results.append(out)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("offsets", [[0, 10**6, -5, 8], [-(2**31), 2**31 - 1, 0, 3], [5, 4, 3, 2]])
+@pytest.mark.parametrize("form", ["psum", "masked"])
+def test_garbage_in_offsets_and_order_stays_inside(lib, device, offsets, form):
+    a, sa, w, sw = operands("fp8_block", (4,), 3, 64, 128, device)
+    order = ints([-7, 2**31 - 1, 3, 0, 1, 2, 9, 8], device)
+    out = torch.zeros((8, 64), dtype=torch.bfloat16, device=device)
+    deep_gemm._into(a, sa, w, sw, ints(offsets, device), order, 2, "fp8_block", out, form)
+
+
+def test_no_rows_and_no_launch(lib, device):
+    a, sa, w, sw = operands("fp8_block", (0,), 2, 64, 128, device)
+    deep_gemm.deep_gemm_grouped_into(a, sa, w, sw, ints([0, 0, 0], device), None, 1, "fp8_block", torch.empty((0, 64), device=device).bfloat16())
+    assert lib.calls == []
+
+
+@pytest.mark.parametrize("fmt,layout", [("fp8_block", "row_major"), ("fp8_block", "mn_major"), ("mxfp8", "row_major")])
+@pytest.mark.parametrize("m", [0, 1, 6, 130])
+def test_dense(lib, device, fmt, layout, m):
+    a, sa, w, sw = operands(fmt, (m,), 1, 192, 256, device, layout)
+    out, ref = (torch.zeros((m, 192), dtype=t, device=device) for t in (torch.bfloat16, torch.float32))
+    deep_gemm.dense_into(a, sa, w[0], sw[0], fmt, out)
+    _ref_into(a, sa, w, sw, None, ints([0, m], device), None, 1, fmt, 1, ref)
+    assert relative_error(out, ref) < 2e-3 and lib.calls == (["dense"] if m else [])
+
+
+# ---- the global alignment, capture, versions
+
+
+def test_alignment_is_restored_after_a_failure_and_asserted(lib):
+    with pytest.raises(RuntimeError, match="inside"), deep_gemm.alignment(lib, 128):
+        assert lib.aligned_to == 128
+        raise RuntimeError("inside")
+    assert lib.aligned_to == 64
+    lib.set_mk_alignment_for_contiguous_layout = lambda value: None
+    with pytest.raises(RuntimeError, match="alignment of contiguous layouts is 64 after it was set to 128"), deep_gemm.alignment(lib, 128):
+        pass
+    lib.set_mk_alignment_for_contiguous_layout = None
+    with pytest.raises(RuntimeError, match="is 64 and cannot be set; 128 is needed"), deep_gemm.alignment(lib, 128):
+        pass
+
+
+def test_graph_first_call_of_a_shape_is_refused_when_frozen(lib, device):
+    from moe_ops import freeze
+
+    a, sa, w, sw = operands("fp8_block", (4,), 1, 64, 128, device)
+    out = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
+    deep_gemm.dense_into(a, sa, w[0], sw[0], "fp8_block", out)
+    freeze()
+    try:
+        deep_gemm.dense_into(a, sa, w[0], sw[0], "fp8_block", out)  # has run before
+        with pytest.raises(RuntimeError, match=r"deep_gemm: the dense form has never run for sizes .* after moe_ops.freeze\(\): run the op once"):
+            deep_gemm.call_library("dense", ("fp8_block", 5, 64, 128), (a, sa), (w[0], sw[0]), out)
+    finally:
+        freeze(False)
+    assert lib.calls == ["dense", "dense"]
+
+
+def test_env_a_version_without_the_function_says_which(lib):
+    with pytest.raises(RuntimeError, match="deep_gemm has none of m_grouped_fp8_gemm_nt_masked, m_grouped_fp8_fp4_gemm_nt_masked"):
+        deep_gemm._function(types.ModuleType("deep_gemm"), "masked")
+
+
+# ---- the probe
+
+
+def test_env_probe_tries_every_form(lib, device):
+    assert {form: deep_gemm_probe.try_form(form, device) for form in deep_gemm_probe.FORMS} == ALL
+    assert lib.calls == list(deep_gemm_probe.FORMS)
+
+    def wrong(a, b, d, masked_m, expected_m, **options):
+        d.zero_()
+
+    def broken(*args, **options):
+        raise RuntimeError("assertion\ndim == 2 or dim == 3")
+
+    lib.fp8_m_grouped_gemm_nt_masked, lib.fp8_gemm_nt = wrong, broken
+    assert "masked form gives wrong results here (relative error 1.0e+00)" in deep_gemm_probe.try_form("masked", device)
+    assert "dense form fails here: RuntimeError: dim == 2 or dim == 3" in deep_gemm_probe.try_form("dense", device)
+
+
+@pytest.mark.parametrize(
+    "stdout,stderr,code,expected",
+    [
+        (f"noise\n{deep_gemm_probe._MARK}" + json.dumps({**ALL, "psum": "no"}), "", 0, {**ALL, "psum": "no"}),
+        ("", "Traceback\nundefined symbol: c10", 1, "ended the process that tried it (1): undefined symbol: c10"),
+        ("", "", -11, "ended the process that tried it (-11): no message"),
+    ],
+    ids=["works", "another libtorch", "signal"],
+)
+def test_env_probe_survives_what_the_library_does_to_its_process(monkeypatch, stdout, stderr, code, expected):
+    run = types.SimpleNamespace(stdout=stdout, stderr=stderr, returncode=code)
+    monkeypatch.setattr(deep_gemm_probe.subprocess, "run", lambda *args, **options: run)
+    found = deep_gemm_probe.probe(0)
+    assert found == expected if isinstance(expected, dict) else all(expected in found[form] for form in deep_gemm_probe.FORMS)
+
+
+def test_env_probe_of_a_real_process_that_cannot_import():
+    found = deep_gemm_probe.probe(0) if deep_gemm.lacking() else None
+    if found is None:
+        pytest.skip("deep_gemm is here and so is a GPU")
+    assert set(found) == set(deep_gemm_probe.FORMS) and all(isinstance(reason, str) for reason in found.values())
+
+
+def test_opcheck(device, lib):
+    a, sa, w, sw = operands("fp8_block", (8,), 3, 64, 128, device)
+    out = torch.zeros((8, 64), dtype=torch.bfloat16, device=device)
+    args = (a, sa, w, sw, ints([0, 3, 3, 8], device), None, 1, "fp8_block", out)
+    torch.library.opcheck(torch.ops.moe_ops.deep_gemm_grouped.default, args)
+
+
+# ---- the library itself
+
+
+@pytest.fixture
+def real():
+    short = deep_gemm.lacking() or [r for r in deep_gemm.features(0).values() if r]
+    if short:
+        pytest.skip(str(short[0])[:150])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "e,n,k,counts",
+    [
+        (8, 3072, 4096, [1] * 8),
+        (16, 4096, 1536, [64] * 16),
+        (8, 4096, 7168, [948, 92, 15, 315, 34, 30, 244, 370]),
+        (256, 256, 512, [1] + [0] * 16 + [129] + [0] * 237 + [3]),
+        (4, 256, 512, [0] * 4),
+    ],
+    ids=["Qwen3 decode", "Qwen3 m=64", "DeepSeek skew", "EMPTY: three of 256", "EMPTY: all"],
+)
+def test_library_on_real_shapes(real, e, n, k, counts):
+    data = torch.randint(0, 0x70, (e, n, k), dtype=torch.uint8, device="cuda")
+    w = make_qtensor(data, torch.rand(e, n // 128, k // 128, device="cuda") * 1e-3 + 1e-4, "fp8_block")
+    a = quantize(uneven((sum(counts) + 5, k), seed=1).cuda(), "fp8_block")
+    a.data.view(torch.uint8)[sum(counts) :] = 0x7F
+    offsets = ints([0, *torch.tensor(counts).cumsum(0).tolist()], "cuda")
+    out = grouped_gemm(a, w, offsets, impl="deep_gemm")
+    ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
+    assert relative_error(out[: sum(counts)], ref[: sum(counts)]) <= 2e-3
+    again = torch.full_like(out, 5.0)
+    grouped_gemm(a, w, offsets, impl="deep_gemm", out=again)
+    assert torch.equal(again[: sum(counts)], out[: sum(counts)]) and (again[sum(counts) :] == 5.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [8, 100, 256])
+def test_library_masked(real, capacity):
+    counts = [0, 1, capacity, capacity - 1]
+    a = quantize(uneven((4, capacity, 512), seed=1).cuda(), "fp8_block")
+    w = quantize_weight(uneven((4, 384, 512), seed=2).cuda(), "fp8_block")
+    out = torch.full((4, capacity, 384), 5.0, dtype=torch.bfloat16, device="cuda")
+    grouped_gemm(a, w, ints(counts, "cuda"), impl="deep_gemm", out=out)
+    ref = grouped_gemm(a, w, ints(counts, "cuda"), impl="torch", out_dtype=torch.float32)
+    for i, c in enumerate(counts):
+        assert relative_error(out[i, :c], ref[i, :c]) <= 2e-3 and (out[i, c:] == 5.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [48, 600])
+def test_graph_replay_with_changed_counts(real, rows):
+    e, n, k = 4, 256, 512
+    a = quantize(uneven((rows, k), seed=1).cuda(), "fp8_block")
+    w = quantize_weight(uneven((e, n, k), seed=2).cuda(), "fp8_block")
+    offsets = ints([0, rows // 4, rows // 2, rows // 2, rows], "cuda")
+    out = torch.zeros((rows, n), dtype=torch.bfloat16, device="cuda")
+    grouped_gemm(a, w, offsets, impl="deep_gemm", out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(a, w, offsets, impl="deep_gemm", out=out)
+    for ends in ([0, 0, 0, 0], [rows, rows, rows, rows], [1, 2, 3, rows - 1], [0, 0, rows // 2, rows]):
+        offsets.copy_(ints([0, *ends], "cuda"))
+        out.fill_(5.0)
+        graph.replay()
+        ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
+        assert relative_error(out[: ends[-1]], ref[: ends[-1]]) <= 2e-3 and (out[ends[-1] :] == 5.0).all()
+
+
+@pytest.mark.gpu
+def test_graph_first_call_under_capture_is_refused_and_leaves_the_process_well(real):
+    a = quantize(uneven((24, 640), seed=1).cuda(), "fp8_block")
+    w = quantize_weight(uneven((2, 320, 640), seed=2).cuda(), "fp8_block")
+    offsets = ints([0, 7, 24], "cuda")
+    with pytest.raises(RuntimeError, match=r"never (run|been compiled) for .* while a CUDA graph is being captured"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            grouped_gemm(a, w, offsets, impl="deep_gemm")
+    ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
+    assert relative_error(grouped_gemm(a, w, offsets, impl="deep_gemm"), ref) <= 2e-3
