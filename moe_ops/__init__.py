@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moe_ops.gemm.dense import dense_gemm as dense_gemm
     from moe_ops.gemm.grouped import grouped_gemm as grouped_gemm
     from moe_ops.layer.fused import fused_moe as fused_moe
+    from moe_ops.layer.linear import Linear as Linear
     from moe_ops.layer.module import MoELayer as MoELayer
     from moe_ops.layer.warmup import warmup as warmup
     from moe_ops.quant.activation import Activation as Activation
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Activation": "moe_ops.quant.activation",
+    "Linear": "moe_ops.layer.linear",
     "MoELayer": "moe_ops.layer.module",
     "QTensor": "moe_ops.core.formats",
     "Routing": "moe_ops.router.routing",

@@ -42,15 +42,15 @@ def check_routing(routing: object, total: int) -> None:
         raise TypeError(f"{_OP}: scale must be a float, got {type(routing.scale).__name__}")
 
 
-def check_scales(name: str, scale: torch.Tensor) -> None:
+def check_scales(name: str, scale: torch.Tensor, op: str = _OP) -> None:
     """No E8M0 byte 255, and no fp32 scale that is NaN, infinite, zero or negative; reads the device."""
     if scale.is_meta:
         return
     if scale.dtype == torch.uint8:
         if bool((scale == 255).any()):
-            raise ValueError(f"{_OP}: {name} holds the E8M0 byte 255, which is NaN")
+            raise ValueError(f"{op}: {name} holds the E8M0 byte 255, which is NaN")
     elif not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise ValueError(f"{_OP}: {name} holds a scale that is NaN, infinite, zero or negative")
+        raise ValueError(f"{op}: {name} holds a scale that is NaN, infinite, zero or negative")
 
 
 def _weight(name: str, w: object, segments: int) -> Weight:

@@ -20,6 +20,9 @@ def _frozen(t: torch.Tensor) -> nn.Parameter:
 class Exact(nn.Module):
     """Base of modules with tensors whose bits must stay: `.to(dtype)`, `.half()` and `.float()` move them and never convert them."""
 
+    #: What errors call the module that holds the tensors.
+    owner = "MoELayer"
+
     def exact(self) -> list[str]:
         """Names of the tensors of this module (not of its children) that keep their bits."""
         raise NotImplementedError
@@ -51,7 +54,7 @@ class Exact(nn.Module):
         Raises:
             ValueError: one that this module cannot hold, named.
         """
-        return {prefix + n: _bits(prefix + n, state[prefix + n], getattr(self, n)) for n in self.exact() if prefix + n in state}
+        return {prefix + n: _bits(self.owner, prefix + n, state[prefix + n], getattr(self, n)) for n in self.exact() if prefix + n in state}
 
     def _load_from_state_dict(self, state_dict: Mapping[str, torch.Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
         own = self.loadable(state_dict, prefix)
@@ -61,7 +64,7 @@ class Exact(nn.Module):
         super()._load_from_state_dict(dict(state_dict) | own, prefix, *args, **kwargs)
 
 
-def _bits(name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _bits(owner: str, name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`t` in the dtype of `like` without touching a bit: Module.load_state_dict would convert, and E8M0 byte 127 would become 1."""
     t = t.detach()
     if like.dtype == E4M3:
@@ -73,9 +76,9 @@ def _bits(name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     elif t.dtype in (torch.bfloat16, torch.float16):
         t = t.float()
     if t.dtype != like.dtype:
-        raise ValueError(f"MoELayer: {name!r} must be {like.dtype} as in this layer, got {t.dtype}; build the layer with from_state_dict instead")
+        raise ValueError(f"{owner}: {name!r} must be {like.dtype} as in this layer, got {t.dtype}; build the layer with from_state_dict instead")
     if name.endswith("_scale_inv"):
-        check_scales(repr(name), t)
+        check_scales(repr(name), t, owner)
     return t
 
 

@@ -26,7 +26,7 @@ def warmup(
     """Run a layer at each token count where a heuristic changes its mind, so that calls of 1 .. max_tokens tokens compile nothing.
 
     Args:
-        target: a module that is or holds `MoELayer`s; or the weights (w13, w2) that `fused_moe` will get.
+        target: a module that is or holds `MoELayer`s and `Linear`s; or the weights (w13, w2) that `fused_moe` will get.
         max_tokens: most tokens of a call; a model's longest prefill.
         top_k: experts per token; needed for a pair of weights.
         dtype: dtype of the tokens, for a pair of weights.
@@ -50,7 +50,8 @@ def warmup(
         if not layers:
             raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer")
         for layer in layers:
-            for tokens in representatives(layer.weights()[0], layer.routing.top_k, max_tokens):
+            routed = getattr(layer, "routing", None)
+            for tokens in _grid(max_tokens) if routed is None else representatives(layer.weights()[0], routed.top_k, max_tokens):
                 layer.warmup_call(tokens)
 
 
