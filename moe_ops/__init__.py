@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moe_ops.core.formats import make_qtensor as make_qtensor
     from moe_ops.core.launch import freeze as freeze
     from moe_ops.gemm.dense import dense_gemm as dense_gemm
+    from moe_ops.gemm.explain import explain as explain
     from moe_ops.gemm.grouped import grouped_gemm as grouped_gemm
     from moe_ops.layer.fused import fused_moe as fused_moe
     from moe_ops.layer.linear import Linear as Linear
@@ -37,6 +38,7 @@ _HOME = {
     "combine": "moe_ops.router.combine",
     "dense_gemm": "moe_ops.gemm.dense",
     "dequantize": "moe_ops.quant.quantize",
+    "explain": "moe_ops.gemm.explain",
     "freeze": "moe_ops.core.launch",
     "fused_moe": "moe_ops.layer.fused",
     "grouped_gemm": "moe_ops.gemm.grouped",

@@ -1,0 +1,151 @@
+"""`explain`: which implementation would compute a problem, on this machine or on an architecture as such, and why the others would not."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_ops.core import checks
+from moe_ops.core.formats import FORMATS
+from moe_ops.gemm.registry import Problem, Where, check_problem, implementations, operations
+
+__all__ = ["explain"]
+
+#: Compute capabilities that the kernels are compiled for.
+CAPABILITIES = (89, 90, 100, 103, 120)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One implementation's answer.
+
+    Attributes:
+        name: what `impl=` calls it.
+        automatic: whether `impl=None` may take it.
+        reason: why it cannot run, or None.
+        plan: what it would run; None where it cannot.
+    """
+
+    name: str
+    automatic: bool
+    reason: str | None
+    plan: str | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; as text, a table.
+
+    Attributes:
+        problem: what was asked about.
+        where: the device or architecture.
+        entries: every implementation, best first.
+        chosen: the one that `impl=None` takes, or None.
+    """
+
+    problem: Problem
+    where: Where
+    entries: tuple[Entry, ...]
+    chosen: str | None
+
+    def __getitem__(self, name: str) -> Entry:
+        """The answer of the implementation called `name`."""
+        return next(entry for entry in self.entries if entry.name == name)
+
+    def __str__(self) -> str:
+        p = self.problem
+        form = "masked rows" if p.masked else "gathered rows" if p.gather else "rows"
+        groups = "" if p.groups == 1 else f", {p.groups} groups"
+        dtype = str(p.out_dtype).removeprefix("torch.")
+        lines = [f"{p.op} {p.fmt}: {p.rows} {form}{groups}, N = {p.n}, K = {p.k}, to {dtype}; on {self.where.device} ({self.where.arch.name})"]
+        for entry in self.entries:
+            if entry.name == self.chosen:
+                verdict = f"runs (the first that can): {entry.plan}"
+            elif entry.reason is not None:
+                verdict = f"cannot: {entry.reason}"
+            elif entry.automatic:
+                verdict = f"can: {entry.plan}"
+            else:
+                verdict = f"can, when asked for by name: {entry.plan}"
+            lines.append(f"  {entry.name:<10}{verdict}")
+        return "\n".join(lines)
+
+
+def _where(device: torch.device | str | None) -> Where:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device, str) and device.startswith("sm"):
+        checks.one_of("explain", "device", device, tuple(f"sm{c}" for c in CAPABILITIES))
+        return Where.of_capability(int(device.removeprefix("sm")))
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"explain: device must be 'cuda', 'cpu' or an architecture such as 'sm90', got {device!r}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"explain: there is no CUDA GPU here; ask about an architecture instead, for example device='sm90' (got {device!r})")
+    return Where.of(found)
+
+
+def explain(
+    op: str,
+    *,
+    rows: int,
+    n: int,
+    k: int,
+    format: str = "fp8_block",
+    groups: int = 1,
+    masked: bool = False,
+    gather: bool = False,
+    bias: bool = False,
+    segments: int = 1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """Which implementation and config `op` would run, and for each other one the reason why it would not.
+
+    Args:
+        op: the function: "grouped_gemm" (see `moe_ops.gemm.registry.operations` for all that choose).
+        rows: rows of the activations there is room for: R, or E * capacity for masked rows.
+        n: rows of one weight, N.
+        k: reduction length, K.
+        format: "fp8_block" (folded mxfp8 runs as this too), "mxfp8", or "plain" for 16-bit operands.
+        groups: experts E, or heads; 1 for one product.
+        masked: activations come as (E, capacity, K).
+        gather: rows are read through a routing.
+        bias: a bias is added.
+        segments: 2 for a w13 whose halves have scale blocks of their own.
+        out_dtype: dtype of the result.
+        dtype: dtype of the operands where format is "plain".
+        device: a device of this machine, an architecture as such ("sm90", "sm100", ..), or None for the GPU here, else the CPU.
+
+    Returns:
+        Explanation: `print` it for the table; `.chosen`, and `[name]` with `.reason` and `.plan`, for programs.
+
+    Raises:
+        ValueError: an unknown op, format, dtype or device, or sizes that no operand can have. TypeError: sizes that are no integers.
+
+    Numerics: none; nothing is computed.
+
+    Cost: none, but for the first question about DeepGEMM where it is installed: that starts a process which tries it, for some seconds.
+    """
+    name = "explain"
+    checks.one_of(name, "op", op, operations())
+    checks.one_of(name, "format", format, (*FORMATS, "plain"))
+    checks.one_of(name, "out_dtype", out_dtype, _DTYPES)
+    checks.one_of(name, "dtype", dtype, _DTYPES[:2])
+    problem = Problem(
+        op, format, rows, n, k, groups, out_dtype, dtype, masked=masked, gather=gather, bias=bias, segments=segments if format == "fp8_block" else 1
+    )
+    check_problem(problem)
+    return explain_problem(problem, _where(device))
+
+
+def explain_problem(problem: Problem, where: Where) -> Explanation:
+    """`explain` of a problem that is known to make sense."""
+    entries, chosen = [], None
+    for implementation in implementations(problem.op):
+        reason = implementation.reason(problem, where)
+        entries.append(Entry(implementation.name, implementation.automatic, reason, None if reason else implementation.plan(problem, where)))
+        if chosen is None and implementation.automatic and reason is None:
+            chosen = implementation.name
+    return Explanation(problem, where, tuple(entries), chosen)

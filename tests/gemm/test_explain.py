@@ -1,0 +1,259 @@
+"""Registry, `explain` and `moe-ops env`: who would run what, and a reason for each that cannot, on machines that lack something."""
+
+import json
+import types
+
+import pytest
+import torch
+
+from moe_ops import explain, grouped_gemm, quantize, quantize_weight
+from moe_ops.cli import main
+from moe_ops.core.numerics import relative_error, uneven
+from moe_ops.gemm import deep_gemm, env, registry, torch_scaled
+from moe_ops.gemm.deep_gemm_probe import FORMS
+from moe_ops.gemm.registry import Problem, Where, choose
+
+DECODE = dict(rows=16, n=3072, k=4096, groups=8)
+HOPPER = Where(registry.arch_of_capability(90), True, 0, "cuda:0")
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without GPU, nvcc and deep_gemm."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(deep_gemm, "compiler", lambda: None)
+    monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda name: None)
+
+
+def found(**reasons):
+    return lambda index: {**dict.fromkeys(FORMS), **reasons}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A machine where deep_gemm is installed and its probe says that all works."""
+    monkeypatch.setattr(deep_gemm, "lacking", list)
+    monkeypatch.setattr(deep_gemm, "features", found())
+
+
+def test_env_a_bare_machine_says_why_for_each(bare):
+    answer = explain("grouped_gemm", **DECODE)
+    assert answer.chosen == "torch" and answer["triton"].reason == "needs CUDA tensors, got cpu"
+    reason = answer["deep_gemm"].reason
+    assert "deep_gemm is not installed (pip install sgl-deep-gemm" in reason and "no CUDA GPU" in reason and "no nvcc (CUDA_HOME" in reason
+    text = str(answer)
+    assert text.splitlines()[0] == "grouped_gemm fp8_block: 16 rows, 8 groups, N = 3072, K = 4096, to bfloat16; on cpu (cpu)"
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["triton", "deep_gemm", "torch"]
+    assert "cannot: needs CUDA tensors" in text and "runs (the first that can): fp32 products of the dequantized operands" in text
+
+
+def test_env_forcing_what_is_missing_is_one_error(bare):
+    a, w = quantize(uneven((4, 128), seed=1), "fp8_block"), quantize_weight(uneven((2, 64, 128), seed=2), "fp8_block")
+    offsets = torch.tensor([0, 1, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^grouped_gemm: impl 'deep_gemm' cannot run here: deep_gemm is not installed \(pip install"):
+        grouped_gemm(a, w, offsets, impl="deep_gemm")
+
+
+@pytest.mark.parametrize("name,path", [("CUDA_HOME", "/nowhere"), ("CUDA_PATH", "/nowhere")])
+def test_env_toolkit_folders_without_nvcc(monkeypatch, tmp_path, name, path):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv(name, path)
+    assert deep_gemm.compiler() is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv(name, str(tmp_path))
+    assert deep_gemm.compiler() == str(tmp_path / "bin" / "nvcc")
+
+
+def test_env_a_wheel_that_does_not_match_is_the_reason(monkeypatch, installed):
+    broken = "deep_gemm cannot be imported: OSError: undefined symbol"
+    monkeypatch.setattr(deep_gemm, "features", lambda index: dict.fromkeys(FORMS, broken))
+    problem = Problem("grouped_gemm", "fp8_block", 16, 3072, 4096, 8)
+    assert registry.reasons(problem, HOPPER)["deep_gemm"] == broken
+    with pytest.raises(ValueError, match="impl 'deep_gemm' cannot run here: deep_gemm cannot be imported: OSError: undefined symbol"):
+        choose(problem, HOPPER, "deep_gemm")
+
+
+def test_forms_that_the_library_lacks_are_gone_round(monkeypatch, installed):
+    packed = Problem("grouped_gemm", "fp8_block", 4000, 3072, 4096, 8)
+    few = Problem("grouped_gemm", "fp8_block", 16, 3072, 4096, 8)
+    masked = Problem("grouped_gemm", "fp8_block", 1024, 3072, 4096, 8, masked=True)
+
+    def forms(**reasons):
+        monkeypatch.setattr(deep_gemm, "features", found(**reasons))
+        return [deep_gemm.grouped_reason(p, HOPPER) or deep_gemm.grouped_plan(p, HOPPER).split()[1] for p in (packed, few, masked)]
+
+    assert forms() == ["psum", "masked", "masked"]
+    assert forms(psum="no psum") == ["contiguous", "masked", "masked"]
+    assert forms(masked="no masked") == ["psum", "psum", "no masked"]
+    assert forms(psum="no psum", contiguous="none", masked="no masked") == ["none; no psum", "none; no psum", "no masked"]
+
+
+def test_nothing_but_triton_is_taken_unasked_on_a_gpu(installed):
+    for fmt in ("fp8_block", "mxfp8", "plain"):
+        assert choose(Problem("grouped_gemm", fmt, 4096, 3072, 4096, 8), HOPPER).name == "triton"
+
+
+@pytest.mark.parametrize(
+    "changes,where,text",
+    [
+        (dict(fmt="plain"), 90, "16-bit operands stay with Triton and torch"),
+        (dict(fmt="mxfp8"), 90, "DeepGEMM's MXFP8 needs SM100; fold the weight"),
+        ({}, 100, "on SM100 DeepGEMM keeps only the exponent of a scale"),
+        (dict(out_dtype=torch.float32), 90, "DeepGEMM writes bfloat16, not float32"),
+        (dict(bias=True), 90, "DeepGEMM adds no bias"),
+        (dict(pinned=True), 90, "a config pins a Triton kernel"),
+        (dict(n=576 + 8), 90, "want N % 64 == 0 and K % 128 == 0, got N = 584"),
+        (dict(k=2880), 90, "got N = 3072 and K = 2880"),
+        (dict(segments=2, n=384), 90, r"scale blocks that start anew within the weight \(2 segments of 192 rows\)"),
+        (dict(fmt="mxfp8", layout="mn_major"), 100, "scales of a must be row_major, got mn_major"),
+        ({}, 89, "DeepGEMM has kernels for SM90 and SM100, sm_89 is SM89"),
+        (dict(fmt="mxfp8"), 120, "DeepGEMM has kernels for SM90 and SM100, sm_120 is SM120"),
+    ],
+)
+def test_deep_gemm_refuses_by_name(installed, changes, where, text):
+    problem = Problem(**{"op": "grouped_gemm", "fmt": "fp8_block", "rows": 64, "n": 3072, "k": 4096, "groups": 8, **changes})
+    with pytest.raises(ValueError, match=text):
+        choose(problem, Where(registry.arch_of_capability(where), True, 0, "cuda:0"), "deep_gemm")
+
+
+def test_architectures_as_such(installed):
+    answer = explain("grouped_gemm", **DECODE, device="sm90")
+    assert answer.chosen == "triton" and "Gluon kernel that streams the weights" in answer["triton"].plan
+    assert answer["deep_gemm"].reason == "can only be tried on a GPU of this machine"
+    assert "Triton kernel, GroupedGemmConfig(" in explain("grouped_gemm", **DECODE, format="mxfp8", device="sm120")["triton"].plan
+    plain = explain("grouped_gemm", rows=64, n=256, k=128, groups=2, format="plain", device="sm90")
+    assert plain["torch"].plan == "torch._grouped_mm" and plain.chosen == "triton"
+
+
+@pytest.mark.parametrize(
+    "arguments,error,text",
+    [
+        (dict(op="gem"), ValueError, "op must be one of 'grouped_gemm'"),
+        (dict(format="int8"), ValueError, "format must be one of 'fp8_block', 'mxfp8', 'plain', got 'int8'"),
+        (dict(rows=1.5), TypeError, "rows must be an int, got float"),
+        (dict(k=0), ValueError, "k must be between 1 and"),
+        (dict(k=48, format="mxfp8"), ValueError, "mxfp8 needs K % 32 == 0, got K = 48"),
+        (dict(n=65, segments=2), ValueError, "65 rows of a weight do not divide into 2 segments"),
+        (dict(device="sm70"), ValueError, "device must be one of 'sm89', 'sm90', 'sm100', 'sm103', 'sm120', got 'sm70'"),
+        (dict(device="meta"), ValueError, "device must be 'cuda', 'cpu' or an architecture such as 'sm90', got 'meta'"),
+        (dict(out_dtype=torch.int8), ValueError, "out_dtype must be one of"),
+    ],
+)
+def test_bad_questions_are_named(arguments, error, text):
+    with pytest.raises(error, match=text):
+        explain(**{"op": "grouped_gemm", **DECODE, **arguments})
+
+
+def test_asking_for_a_gpu_where_there_is_none(bare):
+    with pytest.raises(ValueError, match="explain: there is no CUDA GPU here; ask about an architecture instead"):
+        explain("grouped_gemm", **DECODE, device="cuda")
+
+
+def test_nobody_can(monkeypatch):
+    never = registry.Implementation("a", True, lambda p, w: "too large", lambda p, w: "")
+    monkeypatch.setattr(registry, "implementations", lambda op: (never,))
+    with pytest.raises(ValueError, match="grouped_gemm: no implementation can run here; a: too large"):
+        choose(Problem("grouped_gemm", "plain", 1, 1, 1), HOPPER)
+
+
+# ---- torch's own products
+
+
+def test_torch_products_get_what_torch_wants(monkeypatch):
+    """torch's operands, in torch's layout, as a stand-in sees them."""
+    seen = {}
+
+    def grouped(a, b, offs, out_dtype):
+        assert b.stride(-2) == 1 and offs.tolist() == [3, 3, 8]
+        parts, low = [], 0
+        for i, high in enumerate(offs.tolist()):
+            parts.append(a[low:high].float() @ b[i].float())
+            low = high
+        return torch.cat(parts).to(out_dtype)
+
+    def scaled(a, b, scale_a, scale_b, out_dtype):
+        seen.update(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        return torch.zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_grouped_mm", grouped)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    a, w, offsets = uneven((8, 64), seed=1), uneven((3, 16, 64), seed=2), torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
+    assert relative_error(torch_scaled.grouped_mm(a, w, offsets), ref) < 4e-3
+    wide = torch.zeros((8, 72), dtype=a.dtype)
+    wide[:, 3:67] = a
+    assert torch.equal(torch_scaled.grouped_mm(wide[:, 3:67], w, offsets), torch_scaled.grouped_mm(a, w, offsets))
+    for layout in ("row_major", "mn_major"):
+        qa, qw = quantize(uneven((8, 1024), seed=1), "fp8_block", layout=layout), quantize_weight(uneven((256, 1024), seed=2), "fp8_block")
+        torch_scaled.scaled_mm(qa.data, qa.scale, qw.data, qw.scale)
+        assert seen["scale_a"].stride() == (1, 8) and torch.equal(seen["scale_a"], qa.scale)
+        assert seen["b"].shape == (1024, 256) and seen["scale_b"].shape == (8, 2) and seen["scale_b"].stride() == (1, 8)
+
+
+def test_torch_scaled_mm_says_why_not(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+
+    def reason(where=HOPPER, **changes):
+        return torch_scaled.scaled_mm_reason(Problem(**{"op": "gemm", "fmt": "fp8_block", "rows": 8, "n": 2112, "k": 7168, **changes}), where)
+
+    assert reason() is None
+    assert "M % 4 == 0" in reason(rows=5) and "K % 512" in reason(k=640) and "bfloat16" in reason(out_dtype=torch.float32)
+    assert "not for mxfp8" in reason(fmt="mxfp8") and "no bias" in reason(bias=True) and "start anew" in reason(segments=2, n=384)
+    assert "SM90 alone" in reason(Where(registry.arch_of_capability(100), True, 0, "cuda:0"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "from CUDA 12.9 on, this torch has 12.8" in reason()
+
+
+@pytest.mark.gpu
+def test_torch_grouped_mm_on_a_gpu():
+    if torch.cuda.get_device_capability() != (9, 0) or not hasattr(torch, "_grouped_mm"):
+        pytest.skip("torch._grouped_mm takes part on SM90, from torch 2.8 on")
+    a, w = uneven((300, 512), seed=1).cuda(), uneven((5, 256, 512), seed=2).cuda()
+    for ends in ([0, 17, 17, 200, 300], [0, 0, 0, 0, 0], [1, 2, 3, 4, 250]):
+        offsets = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+        ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
+        out = grouped_gemm(a, w, offsets, impl="torch")
+        assert relative_error(out[: ends[-1]], ref[: ends[-1]]) <= 4e-3
+
+
+# ---- moe-ops env
+
+
+def test_env_command_on_a_bare_machine(bare, capsys):
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "no CUDA GPU: public functions compute with plain torch on the CPU" in text and "nvcc: none (only DeepGEMM needs it)" in text
+    assert f"torch {torch.__version__}" in text and "triton cache: " in text
+    assert text.count("cannot: deep_gemm is not installed") == 4 and text.count("cannot: needs CUDA tensors, got cpu") == len(env.PROBLEMS)
+    assert main(["env", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["gpus"] == [] and record["nvcc"] is None
+    assert record["implementations"]["decode, FP8 blocks"]["chosen"] == "torch"
+    assert record["implementations"]["decode, FP8 blocks"]["deep_gemm"]["can"] is False
+
+
+def test_env_caches_that_cannot_be_written_are_named(bare, monkeypatch, tmp_path, capsys):
+    """ENV: a cache folder that is missing, a file, or not ours; the folder above decides where it does not exist yet."""
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kernel").touch()
+    assert env.cache_state(tmp_path / "missing" / "deeper") == {"path": str(tmp_path / "missing" / "deeper"), "entries": 0, "writable": True}
+    assert env.cache_state(tmp_path / "full")["entries"] == 1
+    assert env.cache_state(tmp_path / "file" / "below")["writable"] is False
+    assert env.cache_state(tmp_path / "file") == {"path": str(tmp_path / "file"), "entries": None, "writable": False}
+    monkeypatch.setattr(env.os, "access", lambda path, mode: False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "full"))
+    main(["env"])
+    assert f"triton cache: {tmp_path / 'full'}, 1 entries, NOT WRITABLE: every process compiles anew" in capsys.readouterr().out
+
+
+def test_env_lists_gpus_and_why_one_is_too_old(bare, monkeypatch):
+    old = "A100 is SM80; FP8 needs SM89 or newer (Ada, Hopper, Blackwell)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=40 * 2**30))
+    monkeypatch.setattr(env, "arch_of", lambda device: registry.arch_of_capability(80, 108))
+    monkeypatch.setattr(env, "unsupported_reason", lambda device: old)
+    assert env._gpus() == [{"name": "sm_80", "sm": 80, "multiprocessors": 108, "gib": 40.0, "reason_against": old}]
