@@ -91,7 +91,7 @@ def quantizer_for(options: Options) -> Quantizer:
         raise ConvertError(f"convert: device must be cpu or cuda, got {options.device!r}") from error
     if device.type == "cpu":
         return CpuQuantizer(options.fmt, options.rule)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise ConvertError(f"convert: device {options.device!r} is not available here")
     return CudaQuantizer(options.fmt, options.rule, device)
 

@@ -18,6 +18,7 @@ from moe_ops.convert.conversion import plan_conversion
 from moe_ops.convert.pairing import Tensors, quantization_of, sort_tensors
 from moe_ops.convert.pieces import PIECE, OutFile, digest_of_cuts
 from moe_ops.convert.publish import read_manifest
+from moe_ops.convert.quantizers import warm_up
 from moe_ops.convert.report import Error, error_of
 from moe_ops.convert.source import INDEX, MANIFEST, STATE, Checkpoint, ConvertError, read_json, read_source
 from moe_ops.convert.stream import Results, cores, run
@@ -98,7 +99,7 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
         readers need, that the modules left unquantized are named there, and the hashes of the manifest.
 
     Raises:
-        ConvertError: no such folder, or a source that cannot be read.
+        ConvertError: no such folder, a source that cannot be read, or a device that is not there.
 
     See also: tests/convert/test_verify.py.
     """
@@ -279,6 +280,7 @@ def _compare(found: Checkpoint, made: Mapping[str, Any], against: str | Path, de
         device,
     )
     source, plan, files = plan_conversion(against, options)
+    warm_up(options)
     expected = [t.name for f in files for t in f.tensors]
     extra = sorted(set(found.tensors) - set(expected))
     if extra:

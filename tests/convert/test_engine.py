@@ -213,7 +213,10 @@ def test_empty_tensors_and_scalars_are_kept(tmp_path):
     assert all(raw(found[n]) == raw(tensors[n]) and found[n].shape == tensors[n].shape for n in ("none", "step", "mask"))
 
 
-@pytest.mark.parametrize(("device", "text"), (("cuda", "not available"), ("tpu", "must be cpu or cuda"), ("meta", "not available")))
+@pytest.mark.parametrize(
+    ("device", "text"),
+    (("cuda", "not available"), ("cuda:99", "not available"), ("tpu", "must be cpu or cuda"), ("meta", "not available")),
+)
 def test_device_that_is_not_there(device, text, pristine, tmp_path):
     if torch.cuda.is_available() and device == "cuda":
         pytest.skip("there is a GPU here")
