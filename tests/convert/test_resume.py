@@ -217,13 +217,13 @@ def test_too_little_space_is_seen_before_anything_is_written(pristine, tmp_path,
 FULL = """
 import resource, signal, sys
 from moe_ops.convert import ConvertError, convert
-limit = int(sys.argv[3])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), before[1]))
 try:
     convert(sys.argv[1], sys.argv[2])
 except ConvertError as error:
     print(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     convert(sys.argv[1], sys.argv[2])
 """
 
