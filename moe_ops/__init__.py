@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moe_ops.core.formats import QTensor as QTensor
     from moe_ops.core.formats import make_qtensor as make_qtensor
     from moe_ops.core.launch import freeze as freeze
+    from moe_ops.gemm.bmm import bmm as bmm
     from moe_ops.gemm.dense import dense_gemm as dense_gemm
     from moe_ops.gemm.explain import explain as explain
     from moe_ops.gemm.grouped import grouped_gemm as grouped_gemm
@@ -35,6 +36,7 @@ _HOME = {
     "MoELayer": "moe_ops.layer.module",
     "QTensor": "moe_ops.core.formats",
     "Routing": "moe_ops.router.routing",
+    "bmm": "moe_ops.gemm.bmm",
     "combine": "moe_ops.router.combine",
     "dense_gemm": "moe_ops.gemm.dense",
     "dequantize": "moe_ops.quant.quantize",

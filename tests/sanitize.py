@@ -17,6 +17,7 @@ from moe_ops import Activation, Routing, combine, dequantize, fused_moe, grouped
 from moe_ops.core.arch import arch_of  # noqa: E402
 from moe_ops.core.formats import LAYOUTS  # noqa: E402
 from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
+from moe_ops.gemm.bmm import bmm  # noqa: E402
 from moe_ops.gemm.dense import dense_gemm  # noqa: E402
 from moe_ops.gemm.dense_config import DenseGemmConfig  # noqa: E402
 from moe_ops.gemm.grouped_act import grouped_act_into  # noqa: E402
@@ -97,6 +98,16 @@ def dense_gemms():
                 dense_gemm(x, q, residual=residual, config=DenseGemmConfig(16, 64, step, 4, 2, 3, True))
 
 
+def batched_gemms():
+    for fmt, k in (("fp8_block", 200), ("fp8_block", 136), ("mxfp8", 224), ("plain", 136)):
+        w = data(3, 80, k)
+        q = w if fmt == "plain" else quantize_weight(w, fmt)
+        for tokens in (1, 20, 70):
+            bmm(data(tokens, 3, k), q)
+            if fmt != "plain":
+                bmm(quantize(data(tokens, 3, k), fmt), q)
+
+
 def fused_gemm1():
     e, i, h, k = 3, 256, 384, 2
     x = quantize(data(110, h), "fp8_block")
@@ -147,7 +158,7 @@ def launched() -> set[str]:
 
 
 def main() -> int:
-    for part in (quantizers, router, gemms, dense_gemms, fused_gemm1, gemms_on_hopper, layers):
+    for part in (quantizers, router, gemms, dense_gemms, batched_gemms, fused_gemm1, gemms_on_hopper, layers):
         part()
         torch.cuda.synchronize()
         print(f"{part.__name__} done", flush=True)

@@ -117,10 +117,13 @@ def _tile(rows: int, problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
     block_k = 64 if problem.fmt == "plain" else 128
     if small:
         return DenseGemmConfig(16, 64, block_k, 4, 3, 1, True) if rows <= 16 else DenseGemmConfig(64, 64, block_k, 4, 3, 1, False)
+    tiles = problem.batch * ceil_div(rows, 64) * ceil_div(problem.n, 128)
+    block_n = 128 if rows > 64 and tiles >= 2 * arch.sms else 64
+    if problem.fused and rows > 32:  # 8 warps: the tile that is being quantized takes registers too
+        return DenseGemmConfig(64, block_n, block_k, 8, 3, 1, rows <= 64)
     if rows <= 64:
         return DenseGemmConfig(max(16, rows), 64, block_k, 4, 5 if rows <= 32 else 4, 1, True)
-    tiles = problem.batch * ceil_div(rows, 64) * ceil_div(problem.n, 128)
-    return DenseGemmConfig(64, 128 if tiles >= 2 * arch.sms else 64, block_k, 4, 4, 1, False)
+    return DenseGemmConfig(64, block_n, block_k, 4, 4, 1, False)
 
 
 def heuristic(problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:

@@ -1,0 +1,52 @@
+"""Batched GEMM of absorbed MLA (DeepSeek-V3: 128 heads) in 8 bits against torch.bmm in bf16, activations quantized inside the call."""
+
+import torch
+
+from moe_ops import bmm, quantize_weight
+from moe_ops.bench.goal import Goal
+from moe_ops.bench.harness import Bench
+from moe_ops.quant.fold import fold_weight
+
+#: projection -> (N, K) of a head; its activations are a slice of 64 columns more
+HEADS = {"k_b_proj": (512, 128), "v_b_proj": (128, 512)}
+FORMATS = (("fp8_block", 4 / 128**2), ("mxfp8", 1 / 32), ("mxfp8 folded", 4 / 128**2))
+
+bench = Bench("bmm")
+
+
+def data(copy: int, tokens: int, heads: int, n: int, k: int):
+    g = torch.Generator(bench.device).manual_seed(copy)
+    x = torch.randn(tokens, heads, k + 64, device=bench.device, dtype=torch.bfloat16, generator=g)[..., :k]
+    return x, torch.randn(heads, n, k, device=bench.device, dtype=torch.bfloat16, generator=g)
+
+
+for name, (n, k) in HEADS.items():
+    for tokens, heads in bench.sizes(gpu=((1, 128), (32, 128), (128, 128), (512, 128), (32, 16)), cpu=((3, 2), (20, 2))):
+        for fmt, scale_bytes in FORMATS:
+
+            def quantized(copy: int):
+                x, w = data(copy, tokens, heads, n, k)
+                q = quantize_weight(w, fmt.removesuffix(" folded"))
+                q = fold_weight(q)[0] if fmt.endswith("folded") else q
+                return lambda: bmm(x, q)
+
+            def bf16(copy: int):
+                x, w = data(copy, tokens, heads, n, k)
+                turned, columns = x.transpose(0, 1), w.transpose(1, 2)
+                return lambda: torch.bmm(turned, columns).transpose(0, 1)
+
+            def reference():
+                x, w = data(0, tokens, heads, n, k)
+                return bmm(x, w, out_dtype=torch.float32, impl="torch")
+
+            bench.case(
+                f"{name} T={tokens} heads={heads} N={n} K={k} {fmt}",
+                {"triton": quantized, "torch.bmm": bf16},
+                reference=reference,
+                tolerance=0.06,  # of quantizing both operands; the tests hold the kernel itself to far less
+                nbytes=heads * (n * k * (1 + scale_bytes) + tokens * 2 * (n + k)),
+                flops=2 * tokens * heads * n * k,
+                goal=Goal("ratio", 1.0, to="torch.bmm") if heads == 128 and fmt != "mxfp8" else None,
+                format=fmt,
+            )
+bench.exit()

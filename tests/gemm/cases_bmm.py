@@ -1,0 +1,40 @@
+"""Compile cases of the batched GEMM: both projections of absorbed MLA, every format, quantized in the kernel and before, few tokens and many."""
+
+import torch
+
+from moe_ops.gemm.bmm import _bmm_triton
+
+HEADS = 128
+
+
+def _call(fmt: str, tokens: int, rule: str, n: int, k: int):
+    def call():
+        if fmt == "plain":
+            a, sa, w, sw = torch.zeros((tokens, HEADS, k), dtype=torch.bfloat16), None, torch.zeros((HEADS, n, k), dtype=torch.bfloat16), None
+        else:
+            a, w = torch.zeros((tokens, HEADS, k), dtype=torch.uint8), torch.zeros((HEADS, n, k), dtype=torch.uint8)
+            if fmt == "fp8_block":
+                sa, sw = torch.ones((tokens, HEADS, k // 128)), torch.ones((HEADS, n // 128, k // 128))
+            else:
+                sa, sw = torch.ones((tokens, HEADS, k // 32), dtype=torch.uint8), torch.ones((HEADS, n, k // 32), dtype=torch.uint8)
+            if rule != "given":
+                a, sa = torch.zeros((tokens, HEADS, k + 64), dtype=torch.bfloat16)[..., :k], None
+        _bmm_triton(a, sa, w, sw, fmt, rule, torch.bfloat16)
+
+    return call
+
+
+COMPILE_CASES = [
+    (f"bmm {fmt} tokens={tokens} N={n} K={k} {rule}", _call(fmt, tokens, rule, n, k))
+    for fmt, rules in (("fp8_block", ("given", "fp32", "folded")), ("mxfp8", ("given", "rceil")), ("plain", ("given",)))
+    for rule in rules
+    for tokens in ((1, 32, 64, 512) if rule != "given" else (1, 512))
+    for n, k in ((512, 128), (128, 512))
+]
+EXPECT = {
+    "_dense_gemm_kernel": {
+        90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
+        100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
+        120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
+    },
+}

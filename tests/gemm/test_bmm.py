@@ -1,0 +1,242 @@
+"""Batched GEMM over heads: the kernel against the fp32 product of the dequantized operands, attention layouts, and the public function's checks."""
+
+import pytest
+import torch
+
+from moe_ops import bmm, quantize, quantize_weight
+from moe_ops.core.arch import arch_of_capability
+from moe_ops.core.formats import as_bytes
+from moe_ops.core.numerics import relative_error, uneven
+from moe_ops.gemm.bmm import _bmm_triton, bmm_into, bmm_ref
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal
+from moe_ops.quant.fold import fold_weight
+
+BOUND = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 5e-4}
+MX_K = 128 if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10 else 32
+BLOCK_K = {"fp8_block": 128, "mxfp8": MX_K, "plain": 64}
+FORMATS = ("fp8_block", "mxfp8", "plain")
+
+
+def config(which, fmt, split=1):
+    if which == "swap":
+        return DenseGemmConfig(16, 64, BLOCK_K[fmt], 4, 3, split, True)
+    return DenseGemmConfig(64, 64, BLOCK_K[fmt], 4, 3, split, False)
+
+
+def weight(fmt, heads, n, k, device):
+    """(w, w_scale, format, rule for a 16-bit activation)."""
+    w = uneven((heads, n, k), block=(128, 128) if fmt == "fp8_block" else (1, 32), seed=2, spread=2).to(device)
+    if fmt == "plain":
+        return w, None, fmt, "given"
+    q = quantize_weight(w, fmt)
+    return as_bytes(q.data), q.scale, fmt, q.format.rules[0]
+
+
+CASES = [
+    # (id, tokens, heads, N, K)
+    ("one token", 1, 3, 128, 128),
+    ("N off the block grid: the next head's rows lie in the tile", 5, 2, 80, 128),
+    ("K off the block grid, tokens over one tile", 66, 2, 64, 160),
+    ("one head", 17, 1, 64, 256),
+]
+
+
+@pytest.mark.parametrize("which,split", [("swap", 1), ("rows", 1), ("swap", 2)])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("inside", [True, False], ids=["quantized inside", "quantized before"])
+@pytest.mark.parametrize("tokens,heads,n,k", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_matches_reference(device, which, split, fmt, inside, tokens, heads, n, k):
+    w, sw, fmt, rule = weight(fmt, heads, n, k, device)
+    a, sa = uneven((tokens, heads, k), seed=1).to(device), None
+    if fmt != "plain" and not inside:
+        q = quantize(a, fmt)
+        a, sa, rule = as_bytes(q.data), q.scale, "given"
+    args = (a, sa, w, sw, fmt, rule, torch.float32)
+    assert relative_error(_bmm_triton(*args, config(which, fmt, split).ints()), bmm_ref(*args)) <= BOUND[torch.float32]
+
+
+def test_reference_is_one_product_a_head(device):
+    x, w = uneven((7, 3, 128), seed=1).to(device), uneven((3, 64, 128), seed=2).to(device)
+    y = torch.stack([x[:, h].float() @ w[h].float().T for h in range(3)], 1)
+    assert relative_error(bmm(x, w, out_dtype=torch.float32), y) < 1e-5
+    for fmt in ("fp8_block", "mxfp8"):
+        q = quantize_weight(w, fmt)
+        assert relative_error(bmm(x, q), y) < 0.06 and relative_error(bmm(quantize(x, fmt), q), y) < 0.06
+    w = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
+    folded, report = fold_weight(quantize_weight(w, "mxfp8"))
+    assert report.folded and relative_error(bmm(x, folded), bmm(x, w)) < 0.06
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_layout_attention_strides_in_and_out(device, fmt):
+    """LAYOUT: q_nope as a slice of (T, heads, nope + rope); heads first; one token expanded; the result into a slice of a wider buffer."""
+    tokens, heads, n, k = 5, 3, 64, 128
+    w, sw, fmt, rule = weight(fmt, heads, n, k, device)
+    q = uneven((tokens, heads, k + 64), seed=1).to(device)
+    first = uneven((heads, tokens, k), seed=2).to(device)
+    cases = (q[..., :k], q[..., 64:], first.transpose(0, 1), q[:1, :, :k].expand(tokens, heads, k))
+    for a in cases:
+        rest = (None, w, sw, fmt, rule, torch.float32)
+        assert torch.equal(_bmm_triton(a, *rest), _bmm_triton(a.contiguous(), *rest))
+        assert relative_error(_bmm_triton(a, *rest), bmm_ref(a, *rest)) <= BOUND[torch.float32]
+    room = torch.full((tokens, heads, n + 32), float("nan"), device=device)
+    bmm_into(cases[0], None, w, sw, fmt, rule, room[..., 16 : 16 + n])
+    assert relative_error(room[..., 16 : 16 + n], bmm_ref(cases[0], None, w, sw, fmt, rule, torch.float32)) <= BOUND[torch.float32]
+    assert torch.isnan(room[..., :16]).all() and torch.isnan(room[..., 16 + n :]).all()
+    turned = torch.full((heads, tokens, n), float("nan"), device=device)
+    bmm_into(cases[0], None, w, sw, fmt, rule, turned.transpose(0, 1))
+    assert torch.equal(turned.transpose(0, 1), room[..., 16 : 16 + n])
+
+
+@pytest.mark.parametrize("layout", ["row_major", "mn_major"])
+def test_activation_scales_in_both_stride_orders(device, layout):
+    w, sw, fmt, _ = weight("fp8_block", 2, 64, 256, device)
+    q = quantize(uneven((9, 2, 256), seed=1).to(device), fmt, layout=layout)
+    args = (as_bytes(q.data), q.scale, w, sw, fmt, "given", torch.float32)
+    assert relative_error(_bmm_triton(*args), bmm_ref(*args)) < 5e-4
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_tail_a_tile_never_takes_the_next_heads_rows(device, fmt):
+    """TAIL: N = 80 in tiles of 64: the second head's weights are NaN, the first head's result is not; NaN activations stay in their head."""
+    w, sw, fmt, rule = weight(fmt, 2, 80, 128, device)
+    w = w.clone()
+    if fmt == "plain":
+        w[1] = float("nan")
+    else:
+        w[1] = 0x7F
+    a = uneven((3, 2, 128), seed=1).to(device)
+    out = _bmm_triton(a, None, w, sw, fmt, rule, torch.float32, config("swap", fmt).ints())
+    assert torch.isfinite(out[:, 0]).all() and torch.isnan(out[:, 1]).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("tokens,heads", [(0, 2), (3, 0)])
+def test_empty(device, fmt, tokens, heads):
+    """EMPTY: no tokens or no heads; nothing is launched."""
+    w = torch.zeros(heads, 64, 128, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16, device=device)
+    if fmt == "plain" or heads:
+        out = bmm(x, w if fmt == "plain" else quantize_weight(w, fmt), out_dtype=torch.float16)
+        assert out.shape == (tokens, heads, 64) and out.dtype == torch.float16
+
+
+def test_out_and_same_bits(device):
+    x, w = uneven((6, 2, 128), seed=1).to(device), quantize_weight(uneven((2, 64, 128), seed=2).to(device), "mxfp8")
+    out = torch.empty(6, 2, 64, dtype=torch.float16, device=device)
+    assert bmm(x, w, out=out) is out and torch.equal(out, bmm(x, w, out_dtype=torch.float16))
+    assert relative_error(bmm(x, w, impl="torch"), out) < 5e-3
+
+
+@pytest.mark.parametrize("fmt,inside", [("fp8_block", False), ("fp8_block", True), ("mxfp8", True), ("plain", False)])
+def test_opcheck(device, fmt, inside):
+    w, sw, fmt, rule = weight(fmt, 2, 64, 128, device)
+    a, sa = uneven((5, 2, 128), seed=1).to(device), None
+    if fmt != "plain" and not inside:
+        q = quantize(a, fmt)
+        a, sa, rule = as_bytes(q.data), q.scale, "given"
+    args = (a, sa, w, sw, fmt, rule)
+    torch.library.opcheck(torch.ops.moe_ops.bmm.default, (*args, torch.bfloat16, None))
+    torch.library.opcheck(torch.ops.moe_ops.bmm_out.default, (*args, torch.zeros(5, 2, 64, device=device), None))
+
+
+def test_compiles_once_for_any_number_of_tokens(device):
+    w = quantize_weight(uneven((2, 64, 128), seed=2).to(device), "fp8_block")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: bmm(x[..., :128], w), backend=backend, fullgraph=True, dynamic=True)
+    for tokens in (5, 8, 40):
+        x = uneven((tokens, 2, 160), seed=tokens).to(device)
+        assert torch.equal(compiled(x), bmm(x[..., :128], w))
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def _x(t=4, h=2, k=128):
+    return torch.ones(t, h, k, dtype=torch.bfloat16)
+
+
+def _w(h=2, n=64, k=128, fmt="fp8_block"):
+    return quantize_weight(torch.ones(h, n, k, dtype=torch.bfloat16), fmt)
+
+
+@pytest.mark.parametrize(
+    "wrong,error,text",
+    [
+        (lambda: bmm(_x()[0], _w()), ValueError, "a must be 3-D"),
+        (lambda: bmm(_x(), _w()[0]), ValueError, "w must be 3-D"),
+        (lambda: bmm(_x(h=3), _w()), ValueError, "a has 3 heads and w has 2; they must be equal"),
+        (lambda: bmm(_x(k=256), _w()), ValueError, "a has K = 256 and w has K = 128"),
+        (lambda: bmm(_x().float(), _w()), TypeError, "a must be bfloat16 or float16, got float32"),
+        (lambda: bmm(quantize(_x(), "mxfp8"), _w()), ValueError, "a is mxfp8 and w is fp8_block"),
+        (lambda: bmm(_x(), _x(2, 64).transpose(1, 2)), ValueError, "a has K = 128 and w has K = 64"),
+        (lambda: bmm(_x(), _x(2, 128).transpose(1, 2)), ValueError, "w must be contiguous"),
+        (lambda: bmm(_x(k=256)[..., ::2], _w()), ValueError, "a must have last stride 1"),
+        (lambda: bmm(_x(), _w(), out=torch.zeros(4, 2, 63)), ValueError, r"out must have shape \(4, 2, 64\)"),
+        (lambda: bmm(_x(), _w(), out_dtype=torch.int8), ValueError, "out_dtype must be one of"),
+        (lambda: bmm(_x(), _w(), config=3), TypeError, "config must be a DenseGemmConfig, got int"),
+        (lambda: bmm(_x(), _w(), config=DenseGemmConfig(16, 256, 128, 4, 2, 1, True)), ValueError, "block_n must be between 16 and 128"),
+        (lambda: bmm(_x(), _w(), impl="cuda"), ValueError, "impl must be one of"),
+        (lambda: bmm(_x().requires_grad_(), _w()), ValueError, "a requires grad"),
+    ],
+)
+def test_bad_input_is_named(wrong, error, text):
+    with pytest.raises(error, match=f"bmm: .*{text}"):
+        wrong()
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_heuristic_is_legal_everywhere(capability):
+    arch = arch_of_capability(capability)
+    for heads in (1, 16, 128):
+        for n, k in ((512, 128), (128, 512), (80, 96)):
+            for tokens in (1, 16, 17, 32, 64, 512, 4096):
+                for fmt in FORMATS:
+                    problem = DenseGemmProblem(tokens, heads, n, k, fmt, fmt != "plain")
+                    assert is_legal(heuristic(problem, arch), problem, arch) is None, problem
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "mxfp8 folded", "plain"])
+@pytest.mark.parametrize("tokens", [1, 32, 128, 512])
+@pytest.mark.parametrize("n,k", [(512, 128), (128, 512)], ids=["k_b_proj", "v_b_proj"])
+def test_absorbed_mla_projections(n, k, tokens, fmt):
+    heads = 128
+    g = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(tokens, heads, k + 64, device="cuda", dtype=torch.bfloat16, generator=g)[..., :k]
+    w = torch.randn(heads, n, k, device="cuda", dtype=torch.bfloat16, generator=g)
+    if fmt != "plain":
+        w = quantize_weight(w, fmt.removesuffix(" folded"))
+        w = fold_weight(w)[0] if fmt.endswith("folded") else w
+    out = bmm(x, w)
+    assert relative_error(out, bmm(x, w, out_dtype=torch.float32, impl="torch")) <= 3e-3
+    assert torch.equal(out.view(torch.int16), bmm(x, w).view(torch.int16))
+
+
+@pytest.mark.gpu
+def test_graph_no_sync_no_allocation():
+    """GRAPH: capture and replay over changed activations equal eager bit for bit; the out form allocates nothing and never waits."""
+    x = torch.randn(32, 128, 128, device="cuda", dtype=torch.bfloat16)
+    w = quantize_weight(torch.randn(128, 512, 128, device="cuda", dtype=torch.bfloat16), "fp8_block")
+    out = torch.empty(32, 128, 512, device="cuda", dtype=torch.bfloat16)
+    bmm(x, w, out=out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bmm(x, w, out=out)
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert after == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bmm(x, w, out=out)
+    x.copy_(torch.randn_like(x))
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out.view(torch.int16), bmm(x, w).view(torch.int16))
