@@ -93,7 +93,7 @@ def launch(op: str, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any)
     if 0 in grid:
         return
     if _takes_pdl(kernel):
-        meta["PDL"] = _has_pdl(args)
+        meta["PDL"] = not isinstance(kernel, InterpretedFunction) and _has_pdl(args)
         if meta["PDL"]:
             meta["launch_pdl"] = True
     if _compiled is not None:
