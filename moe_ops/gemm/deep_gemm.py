@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-from moe_ops.core import checks
 from moe_ops.core.formats import as_bytes, as_e4m3, ceil_div
 from moe_ops.core.ops import register
-from moe_ops.gemm.grouped import _ref_into
+from moe_ops.gemm.grouped import _ref_into, dequantized
 from moe_ops.gemm.registry import Problem, Where
 from moe_ops.quant.scale_layout import _op as convert_scale
 
@@ -118,6 +117,11 @@ def _recipe(fmt: str) -> dict[str, Any]:
     return {"recipe_a": (1, 32), "recipe_b": (1, 32)} if fmt == "mxfp8" else {}
 
 
+def _check_weight(op: str, w: torch.Tensor) -> None:
+    if w.data_ptr() % 16:  # TMA reads from 16-byte boundaries
+        raise ValueError(f"{op}: w must start at a multiple of 16 bytes for impl 'deep_gemm', its address is {w.data_ptr()}")
+
+
 def _weight_scale(w: torch.Tensor, w_scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """Scales of a weight as DeepGEMM reads them: fp8_block as they are, E8M0 bytes packed by four along K."""
     return w_scale if fmt == "fp8_block" else convert_scale(w_scale, "row_major", "ue8m0_packed", w.shape[-2], w.shape[-1] // 32, fmt)
@@ -142,6 +146,7 @@ def _into(
     rows = out.numel() // max(1, n)
     if rows == 0 or experts == 0 or n == 0:
         return
+    _check_weight("grouped_gemm", w)
     to_masked = form == "masked"
     spacing = ceil_div(limit, ALIGNMENT) * ALIGNMENT if to_masked else ALIGNMENT
     padded = experts * spacing if to_masked else (rows + min(experts, rows) * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
@@ -193,15 +198,30 @@ def deep_gemm_grouped_into(
 
 
 def dense_into(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, fmt: str, out: torch.Tensor) -> None:
-    """out (M, N) = a (M, K) @ w (N, K)^T by DeepGEMM, contiguous operands; one launch where the scales are MN-major (packed: mxfp8) already."""
+    """out (M, N) = a (M, K) @ w (N, K)^T by DeepGEMM, contiguous out; one launch where the fp32 scales are MN-major."""
     (m, k), n = a.shape, w.shape[0]
-    if m == 0:
+    if m == 0 or n == 0:
         return
+    _check_weight("dense_gemm", w)
+    if a.stride(0) != k or a.data_ptr() % 16:
+        a = a.clone(memory_format=torch.contiguous_format)
     if fmt == "mxfp8":
         a_scale = convert_scale(a_scale, "row_major", "ue8m0_packed", m, k // 32, fmt)
     elif a_scale.stride() != (1, ceil_div(m, 4) * 4):
         a_scale = convert_scale(a_scale, "row_major", "mn_major", m, ceil_div(k, 128), fmt)
     call_library("dense", (fmt, m, n, k), (as_e4m3(a), a_scale), (as_e4m3(w), _weight_scale(w, w_scale, fmt)), out, **_recipe(fmt))
+
+
+def _dense_cpu(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, fmt: str, out: torch.Tensor) -> None:
+    x, y = dequantized(a, a_scale, fmt, 1, 1), dequantized(w, w_scale, fmt, 128 if fmt == "fp8_block" else 1, 1)
+    out.copy_(x @ y.T)
+
+
+def _dense_fake(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, fmt: str, out: torch.Tensor) -> None:
+    return None
+
+
+deep_gemm_dense = register("deep_gemm_dense", cuda=dense_into, cpu=_dense_cpu, fake=_dense_fake, mutates=("out",))
 
 
 def _grouped_cpu(
@@ -282,7 +302,7 @@ def problem_reason(p: Problem, where: Where) -> str | None:
     if p.out_dtype != torch.bfloat16:
         return f"DeepGEMM writes bfloat16, not {str(p.out_dtype).removeprefix('torch.')}"
     if p.bias:
-        return "DeepGEMM adds no bias"
+        return "DeepGEMM adds no bias and no residual"
     if p.pinned:
         return "a config pins a Triton kernel"
     if p.n % 64 or p.k % 128:
@@ -309,8 +329,11 @@ def grouped_plan(p: Problem, where: Where) -> str:
     return f"deep_gemm, {form} form, rows led there and back"
 
 
-def check_aligned(op: str, w: torch.Tensor) -> None:
-    """TMA reads weights from 16-byte boundaries."""
-    if w.data_ptr() % 16:
-        raise ValueError(f"{op}: w must start at a multiple of 16 bytes for impl 'deep_gemm', its address is {w.data_ptr()}")
-    checks.contiguous(op, "w", w)
+def dense_reason(p: Problem, where: Where) -> str | None:
+    """None, or why `dense_gemm` cannot go to DeepGEMM."""
+    return problem_reason(p, where) or machine_reason(where, ("dense",))
+
+
+def dense_plan(p: Problem, where: Where) -> str:
+    """What `dense_into` would run."""
+    return "deep_gemm, dense form" + (", after a kernel that quantizes" if p.unquantized else "")

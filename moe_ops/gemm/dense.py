@@ -291,7 +291,8 @@ def dense_gemm(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
         out: (M, N), last stride 1, receives the result.
         workspace: from `moe_ops.gemm.dense.dense_gemm_workspace`, for calls with `out`: then nothing is allocated.
-        impl: "triton", "torch" (the reference) or None, which takes "triton" on CUDA and "torch" on a CPU.
+        impl: "triton", "deep_gemm" (allocates), "torch" (`torch._scaled_mm` where it fits, else the reference), or None, which takes "triton" on CUDA
+            and the reference on a CPU. `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that a row's bits do not depend on M.
 
     Returns:
@@ -302,8 +303,8 @@ def dense_gemm(
 
     Raises:
         TypeError: operands of kinds or dtypes that do not go together.
-        ValueError: shapes, strides, devices or formats that do not fit, an unknown impl, an illegal config, a workspace that is too small, or an
-            operand that requires grad.
+        ValueError: shapes, strides, devices or formats that do not fit, an impl that is unknown or cannot run this, an illegal config, a
+            workspace that is too small, or an operand that requires grad.
         RuntimeError: a first compile under graph capture or after `freeze()`.
 
     Cost: 2 * M * N * K flops; N * K + M * (K + N * out bytes) bytes; a split writes and reads 4 * split * M * N more, mostly within the L2.
@@ -315,7 +316,9 @@ def dense_gemm(
     w_data, w_scale = (w.data, w.scale) if isinstance(w, QTensor) else (w, None)
     checks.ndim(op, "a", a_data, (2,))
     checks.ndim(op, "w", w_data, (2,))
-    check_product(op, a, w, fmt, impl)
+    if impl is not None:
+        checks.one_of(op, "impl", impl, ("triton", "deep_gemm", "torch"))
+    check_product(op, a, w, fmt, None if impl == "deep_gemm" else impl)
     rows, n, k = a_data.shape[0], *w_data.shape
     for name, t, shape in (("bias", bias, (n,)), ("residual", residual, (rows, n))):
         if t is not None:
@@ -330,18 +333,26 @@ def dense_gemm(
     if config is not None:
         pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and rows <= FUSED_ROWS), a_data.device)
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, residual, fmt, rule)
-    if out is None:
-        if workspace is not None:
-            raise ValueError(f"{op}: workspace is for calls with out")
-        return dense_gemm_ref(*args, out_dtype) if impl == "torch" else _op(*args, out_dtype, pinned)
-    check_out(op, out, (rows, n), a_data)
+    if out is None and workspace is not None:
+        raise ValueError(f"{op}: workspace is for calls with out")
+    if out is not None:
+        check_out(op, out, (rows, n), a_data)
+        out_dtype = out.dtype
     if workspace is not None:
         checks.is_tensor(op, "workspace", workspace)
         checks.dtype(op, "workspace", workspace, (torch.uint8,))
         checks.ndim(op, "workspace", workspace, (1,))
         checks.contiguous(op, "workspace", workspace)
-    if impl == "torch":
-        _out_ref(*args, out)
-    else:
-        _out_op(*args, out, workspace, pinned)
+    if impl is not None and impl != "triton":
+        from moe_ops.gemm.dense_impls import run_named
+        from moe_ops.gemm.registry import Problem
+
+        segments, layout = (w.segments if isinstance(w, QTensor) else 1), (a.layout if isinstance(a, QTensor) else "row_major")
+        added = bias is not None or residual is not None
+        flags = {"bias": added, "given_out": out is not None, "pinned": config is not None, "unquantized": rule != "given"}
+        problem = Problem(op, fmt, rows, n, k, 1, out_dtype, a_data.dtype, segments=segments, layout=layout, **flags)
+        return run_named(impl, problem, args, out_dtype, out)
+    if out is None:
+        return _op(*args, out_dtype, pinned)
+    _out_op(*args, out, workspace, pinned)
     return out

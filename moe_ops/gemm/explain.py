@@ -1,6 +1,7 @@
 """`explain`: which implementation would compute a problem, on this machine or on an architecture as such, and why the others would not."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -99,12 +100,13 @@ def explain(
     segments: int = 1,
     out_dtype: torch.dtype = torch.bfloat16,
     dtype: torch.dtype = torch.bfloat16,
+    unquantized: bool = False,
     device: torch.device | str | None = None,
 ) -> Explanation:
     """Which implementation and config `op` would run, and for each other one the reason why it would not.
 
     Args:
-        op: the function: "grouped_gemm" (see `moe_ops.gemm.registry.operations` for all that choose).
+        op: the function, "grouped_gemm" or "dense_gemm".
         rows: rows of the activations there is room for: R, or E * capacity for masked rows.
         n: rows of one weight, N.
         k: reduction length, K.
@@ -112,10 +114,11 @@ def explain(
         groups: experts E, or heads; 1 for one product.
         masked: activations come as (E, capacity, K).
         gather: rows are read through a routing.
-        bias: a bias is added.
+        bias: a bias, or a residual, is added.
         segments: 2 for a w13 whose halves have scale blocks of their own.
         out_dtype: dtype of the result.
         dtype: dtype of the operands where format is "plain".
+        unquantized: activations are 16-bit and the call quantizes them for a quantized weight ("dense_gemm").
         device: a device of this machine, an architecture as such ("sm90", "sm100", ..), or None for the GPU here, else the CPU.
 
     Returns:
@@ -133,9 +136,10 @@ def explain(
     checks.one_of(name, "format", format, (*FORMATS, "plain"))
     checks.one_of(name, "out_dtype", out_dtype, _DTYPES)
     checks.one_of(name, "dtype", dtype, _DTYPES[:2])
-    problem = Problem(
-        op, format, rows, n, k, groups, out_dtype, dtype, masked=masked, gather=gather, bias=bias, segments=segments if format == "fp8_block" else 1
-    )
+    parts = segments if format == "fp8_block" else 1
+    sizes = {"rows": rows, "n": n, "k": k, "groups": groups, "segments": parts}
+    flags: Any = {"masked": masked, "gather": gather, "bias": bias, "unquantized": unquantized and format != "plain"}
+    problem = Problem(op, format, **sizes, out_dtype=out_dtype, dtype=dtype, **flags)
     check_problem(problem)
     return explain_problem(problem, _where(device))
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moe_ops.core import checks
-from moe_ops.gemm.deep_gemm import check_aligned, deep_gemm_grouped, grouped_plan, grouped_reason
+from moe_ops.gemm.deep_gemm import deep_gemm_grouped, grouped_plan, grouped_reason
 from moe_ops.gemm.grouped import _ref_into
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
@@ -64,7 +64,6 @@ def run_named(
         return grouped_mm(a, w, offsets)
     result = a.new_empty(shape, dtype=out_dtype) if out is None else out
     if impl == "deep_gemm":
-        check_aligned(problem.op, w)
         deep_gemm_grouped(a, a_scale, w, w_scale, offsets, order, top_k, fmt, result)
     else:
         _ref_into(a, a_scale, w, w_scale, bias, offsets, order, top_k, fmt, segments, result)

@@ -18,7 +18,7 @@ from moe_ops.core.arch import Arch, arch_of, arch_of_capability
 from moe_ops.gemm.grouped_config import GEMM_FORMATS
 
 #: function -> module that holds its implementations
-_HOMES = {"grouped_gemm": "moe_ops.gemm.grouped_impls"}
+_HOMES = {"dense_gemm": "moe_ops.gemm.dense_impls", "grouped_gemm": "moe_ops.gemm.grouped_impls"}
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Problem:
         dtype: dtype of the operands where fmt is "plain".
         masked: (groups, capacity, K) activations; capacity is rows // groups.
         gather: rows are read through a routing's order.
-        bias: a bias is added.
+        bias: a bias, or a residual, is added.
         given_out: the result goes into a tensor of the caller.
         segments: parts of the weight's rows with scale blocks of their own.
         layout: how the scales of the activations are stored.
         pinned: a config is given.
+        unquantized: the activation is 16-bit and the call quantizes it for a quantized weight.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Problem:
     segments: int = 1
     layout: str = "row_major"
     pinned: bool = False
+    unquantized: bool = False
 
 
 @dataclass(frozen=True)

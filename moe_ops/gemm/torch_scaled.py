@@ -56,14 +56,16 @@ def scaled_mm_reason(p: Problem, where: Where) -> str | None:
         return "torch._scaled_mm takes no bias, output or config here"
     if p.segments > 1 and (p.n // p.segments) % 128:
         return "torch._scaled_mm knows no scale blocks that start anew within the weight"
-    if p.rows % 4 or p.n % 16 or p.k % 512:
-        return f"torch._scaled_mm wants M % 4 == 0, N % 16 == 0 and whole rows of four scales (K % 512 == 0), got {p.rows}, {p.n}, {p.k}"
+    if p.rows == 0 or p.rows % 4 or p.n % 128 or p.k % 512:
+        return f"torch._scaled_mm takes part for M % 4 == 0, N % 128 == 0 and K % 512 == 0 (rows of four scales), got {p.rows}, {p.n}, {p.k}"
     return None
 
 
 def scaled_mm(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
     """a (M, K) with scales (M, ceil(K / 128)), w (N, K) with scales (ceil(N / 128), ceil(K / 128)) -> (M, N) bfloat16, by torch."""
     m, blocks = a.shape[0], ceil_div(a.shape[1], 128)
+    if a.stride(0) != a.shape[1] or a.data_ptr() % 16:
+        a = a.clone(memory_format=torch.contiguous_format)
     if a_scale.stride() != (1, m):
         a_scale = a_scale.t().clone(memory_format=torch.contiguous_format).view(blocks, m).t()
     product: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""DeepGEMM's wrapper against a stand-in that reads DeepGEMM's layouts in plain torch, and against the library where it is installed.
+"""DeepGEMM's wrapper against a stand-in that reads DeepGEMM's layouts in plain torch; the library itself: test_deep_gemm_gpu.py.
 
 The stand-in refuses what the library would refuse or transpose (stride orders, dtypes, alignment), so that what reaches the library is right.
 """
@@ -9,11 +9,10 @@ import types
 import pytest
 import torch
 
-from moe_ops import Routing, grouped_gemm, make_qtensor, quantize, quantize_weight
+from moe_ops import Routing, dense_gemm, grouped_gemm, quantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, random_topk, relative_error, uneven
-from moe_ops.gemm import deep_gemm, deep_gemm_probe
+from moe_ops.gemm import deep_gemm, deep_gemm_probe, dense_impls, grouped_impls
 from moe_ops.gemm.grouped import _ref_into
-from moe_ops.gemm.registry import Where
 
 ALL = dict.fromkeys(deep_gemm_probe.FORMS)
 
@@ -179,6 +178,16 @@ def test_garbage_in_offsets_and_order_stays_inside(lib, device, offsets, form):
     deep_gemm._into(a, sa, w, sw, ints(offsets, device), order, 2, "fp8_block", out, form)
 
 
+def test_weight_off_16_bytes_is_refused(lib, device):
+    a, sa, w, sw = operands("fp8_block", (4,), 1, 64, 128, device)
+    off = torch.zeros(64 * 128 + 1, dtype=torch.uint8, device=device)[1:].view(1, 64, 128)
+    out = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="grouped_gemm: w must start at a multiple of 16 bytes for impl 'deep_gemm'"):
+        deep_gemm.deep_gemm_grouped_into(a, sa, off, sw, ints([0, 4], device), None, 1, "fp8_block", out)
+    with pytest.raises(ValueError, match="dense_gemm: w must start at a multiple of 16 bytes for impl 'deep_gemm'"):
+        deep_gemm.dense_into(a, sa, off[0], sw[0], "fp8_block", out)
+
+
 def test_no_rows_and_no_launch(lib, device):
     a, sa, w, sw = operands("fp8_block", (0,), 2, 64, 128, device)
     deep_gemm.deep_gemm_grouped_into(a, sa, w, sw, ints([0, 0, 0], device), None, 1, "fp8_block", torch.empty((0, 64), device=device).bfloat16())
@@ -278,86 +287,35 @@ def test_opcheck(device, lib):
     out = torch.zeros((8, 64), dtype=torch.bfloat16, device=device)
     args = (a, sa, w, sw, ints([0, 3, 3, 8], device), None, 1, "fp8_block", out)
     torch.library.opcheck(torch.ops.moe_ops.deep_gemm_grouped.default, args)
+    torch.library.opcheck(torch.ops.moe_ops.deep_gemm_dense.default, (a, sa, w[0], sw[0], "fp8_block", out))
 
 
-# ---- the library itself
+@pytest.mark.parametrize("given", [True, False], ids=["quantized", "16-bit"])
+def test_public_functions_reach_the_wrapper(monkeypatch, device, lib, given):
+    """On a CPU the op's reference answers; on a GPU the stand-in."""
+    for module in (dense_impls, grouped_impls):
+        monkeypatch.setattr(module, "choose", lambda problem, where, impl: None)
+    x, w = uneven((8, 256), seed=1).to(device), quantize_weight(uneven((3, 64, 256), block=(128, 128), seed=2).to(device), "fp8_block")
+    q = quantize(x, "fp8_block")
+    bad = torch.zeros((8, 128), dtype=torch.bfloat16, device=device)[:, :64]
+    for out in (None, torch.zeros((8, 64), dtype=torch.bfloat16, device=device)):
+        got = dense_gemm(q if given else x, w[0], impl="deep_gemm", out=out)
+        assert relative_error(got, dense_gemm(q, w[0], impl="torch", out_dtype=torch.float32)) < 2e-3 and (out is None or got is out)
+        got = grouped_gemm(q, w, ints([0, 3, 3, 8], device), impl="deep_gemm", out=out)
+        ref = grouped_gemm(q, w, ints([0, 3, 3, 8], device), impl="torch", out_dtype=torch.float32)
+        assert relative_error(got, ref) < 2e-3 and (out is None or got is out)
+    with pytest.raises(ValueError, match=r"out must be contiguous for impl 'deep_gemm', got strides \(128, 1\)"):
+        dense_gemm(q, w[0], impl="deep_gemm", out=bad)
 
 
-@pytest.fixture
-def real():
-    here = Where.of(torch.device("cuda"))
-    for forms in (("contiguous", "psum"), ("masked",)):  # the one or the other is enough for packed rows
-        reason = deep_gemm.machine_reason(here, forms)
-        if reason is not None:
-            pytest.skip(reason[:400])
+def test_torch_compile_reaches_the_op_without_a_break(monkeypatch, device, lib):
+    monkeypatch.setattr(grouped_impls, "choose", lambda problem, where, impl: None)
+    w = quantize_weight(uneven((3, 64, 128), seed=2).to(device), "fp8_block")
 
+    def call(x, offsets):
+        return grouped_gemm(quantize(x, "fp8_block"), w, offsets, impl="deep_gemm")
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "e,n,k,counts",
-    [
-        (8, 3072, 4096, [1] * 8),
-        (16, 4096, 1536, [64] * 16),
-        (8, 4096, 7168, [948, 92, 15, 315, 34, 30, 244, 370]),
-        (256, 256, 512, [1] + [0] * 16 + [129] + [0] * 237 + [3]),
-        (4, 256, 512, [0] * 4),
-    ],
-    ids=["Qwen3 decode", "Qwen3 m=64", "DeepSeek skew", "EMPTY: three of 256", "EMPTY: all"],
-)
-def test_library_on_real_shapes(real, e, n, k, counts):
-    data = torch.randint(0, 0x70, (e, n, k), dtype=torch.uint8, device="cuda")
-    w = make_qtensor(data, torch.rand(e, n // 128, k // 128, device="cuda") * 1e-3 + 1e-4, "fp8_block")
-    a = quantize(uneven((sum(counts) + 5, k), seed=1).cuda(), "fp8_block")
-    a.data.view(torch.uint8)[sum(counts) :] = 0x7F
-    offsets = ints([0, *torch.tensor(counts).cumsum(0).tolist()], "cuda")
-    out = grouped_gemm(a, w, offsets, impl="deep_gemm")
-    ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
-    assert relative_error(out[: sum(counts)], ref[: sum(counts)]) <= 2e-3
-    again = torch.full_like(out, 5.0)
-    grouped_gemm(a, w, offsets, impl="deep_gemm", out=again)
-    assert torch.equal(again[: sum(counts)], out[: sum(counts)]) and (again[sum(counts) :] == 5.0).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("capacity", [8, 100, 256])
-def test_library_masked(real, capacity):
-    counts = [0, 1, capacity, capacity - 1]
-    a = quantize(uneven((4, capacity, 512), seed=1).cuda(), "fp8_block")
-    w = quantize_weight(uneven((4, 384, 512), seed=2).cuda(), "fp8_block")
-    out = torch.full((4, capacity, 384), 5.0, dtype=torch.bfloat16, device="cuda")
-    grouped_gemm(a, w, ints(counts, "cuda"), impl="deep_gemm", out=out)
-    ref = grouped_gemm(a, w, ints(counts, "cuda"), impl="torch", out_dtype=torch.float32)
-    for i, c in enumerate(counts):
-        assert relative_error(out[i, :c], ref[i, :c]) <= 2e-3 and (out[i, c:] == 5.0).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [48, 600])
-def test_graph_replay_with_changed_counts(real, rows):
-    e, n, k = 4, 256, 512
-    a = quantize(uneven((rows, k), seed=1).cuda(), "fp8_block")
-    w = quantize_weight(uneven((e, n, k), seed=2).cuda(), "fp8_block")
-    offsets = ints([0, rows // 4, rows // 2, rows // 2, rows], "cuda")
-    out = torch.zeros((rows, n), dtype=torch.bfloat16, device="cuda")
-    grouped_gemm(a, w, offsets, impl="deep_gemm", out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grouped_gemm(a, w, offsets, impl="deep_gemm", out=out)
-    for ends in ([0, 0, 0, 0], [rows, rows, rows, rows], [1, 2, 3, rows - 1], [0, 0, rows // 2, rows]):
-        offsets.copy_(ints([0, *ends], "cuda"))
-        out.fill_(5.0)
-        graph.replay()
-        ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
-        assert relative_error(out[: ends[-1]], ref[: ends[-1]]) <= 2e-3 and (out[ends[-1] :] == 5.0).all()
-
-
-@pytest.mark.gpu
-def test_graph_first_call_under_capture_is_refused_and_leaves_the_process_well(real):
-    a = quantize(uneven((24, 640), seed=1).cuda(), "fp8_block")
-    w = quantize_weight(uneven((2, 320, 640), seed=2).cuda(), "fp8_block")
-    offsets = ints([0, 7, 24], "cuda")
-    with pytest.raises(RuntimeError, match=r"never (run|been compiled) for .* while a CUDA graph is being captured"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            grouped_gemm(a, w, offsets, impl="deep_gemm")
-    ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
-    assert relative_error(grouped_gemm(a, w, offsets, impl="deep_gemm"), ref) <= 2e-3
+    x, offsets = uneven((8, 128), seed=1).to(device), ints([0, 3, 3, 8], device)
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, offsets), call(x, offsets))
+    torch._dynamo.reset()

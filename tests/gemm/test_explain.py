@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from moe_ops import explain, grouped_gemm, quantize, quantize_weight
+from moe_ops import dense_gemm, explain, grouped_gemm, quantize, quantize_weight
 from moe_ops.cli import main
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm import deep_gemm, env, registry, torch_scaled
@@ -52,6 +52,8 @@ def test_env_forcing_what_is_missing_is_one_error(bare):
     offsets = torch.tensor([0, 1, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^grouped_gemm: impl 'deep_gemm' cannot run here: deep_gemm is not installed \(pip install"):
         grouped_gemm(a, w, offsets, impl="deep_gemm")
+    with pytest.raises(ValueError, match=r"^dense_gemm: impl 'deep_gemm' cannot run here: deep_gemm is not installed \(pip install"):
+        dense_gemm(a, quantize_weight(uneven((64, 128), seed=2), "fp8_block"), impl="deep_gemm")
 
 
 @pytest.mark.parametrize("name,path", [("CUDA_HOME", "/nowhere"), ("CUDA_PATH", "/nowhere")])
@@ -130,7 +132,7 @@ def test_architectures_as_such(installed):
 @pytest.mark.parametrize(
     "arguments,error,text",
     [
-        (dict(op="gem"), ValueError, "op must be one of 'grouped_gemm'"),
+        (dict(op="gem"), ValueError, "op must be one of 'dense_gemm', 'grouped_gemm'"),
         (dict(format="int8"), ValueError, "format must be one of 'fp8_block', 'mxfp8', 'plain', got 'int8'"),
         (dict(rows=1.5), TypeError, "rows must be an int, got float"),
         (dict(k=0), ValueError, "k must be between 1 and"),
@@ -156,6 +158,18 @@ def test_nobody_can(monkeypatch):
     monkeypatch.setattr(registry, "implementations", lambda op: (never,))
     with pytest.raises(ValueError, match="grouped_gemm: no implementation can run here; a: too large"):
         choose(Problem("grouped_gemm", "plain", 1, 1, 1), HOPPER)
+
+
+def test_dense_gemm_chooses_in_the_same_way(monkeypatch, installed):
+    sizes = dict(rows=8, n=1536, k=7168)
+    answer = explain("dense_gemm", **sizes, unquantized=True, device="sm90")
+    assert answer.chosen == "triton" and "Triton kernel, quantizing inside, DenseGemmConfig(" in answer["triton"].plan
+    assert "quantizing" not in explain("dense_gemm", **sizes, device="sm90")["triton"].plan
+    problem = Problem("dense_gemm", "fp8_block", 8, 1536, 7168, unquantized=True)
+    assert choose(problem, HOPPER, "deep_gemm").plan(problem, HOPPER) == "deep_gemm, dense form, after a kernel that quantizes"
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert explain("dense_gemm", **sizes, device="sm90")["torch"].plan == "torch._scaled_mm"
+    assert "DeepGEMM adds no bias and no residual" in explain("dense_gemm", **sizes, bias=True, device="sm90")["deep_gemm"].reason
 
 
 # ---- torch's own products
@@ -196,10 +210,15 @@ def test_torch_scaled_mm_says_why_not(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
 
     def reason(where=HOPPER, **changes):
-        return torch_scaled.scaled_mm_reason(Problem(**{"op": "gemm", "fmt": "fp8_block", "rows": 8, "n": 2112, "k": 7168, **changes}), where)
+        return torch_scaled.scaled_mm_reason(Problem(**{"op": "dense_gemm", "fmt": "fp8_block", "rows": 8, "n": 1536, "k": 7168, **changes}), where)
 
     assert reason() is None
-    assert "M % 4 == 0" in reason(rows=5) and "K % 512" in reason(k=640) and "bfloat16" in reason(out_dtype=torch.float32)
+    assert (
+        "M % 4 == 0" in reason(rows=5)
+        and "K % 512" in reason(k=640)
+        and "N % 128" in reason(n=2112)
+        and "bfloat16" in reason(out_dtype=torch.float32)
+    )
     assert "not for mxfp8" in reason(fmt="mxfp8") and "no bias" in reason(bias=True) and "start anew" in reason(segments=2, n=384)
     assert "SM90 alone" in reason(Where(registry.arch_of_capability(100), True, 0, "cuda:0"))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -216,6 +235,17 @@ def test_torch_grouped_mm_on_a_gpu():
         ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
         out = grouped_gemm(a, w, offsets, impl="torch")
         assert relative_error(out[: ends[-1]], ref[: ends[-1]]) <= 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m,n,k", [(4, 1536, 7168), (64, 7168, 2048), (128, 256, 512)])
+def test_torch_scaled_mm_on_a_gpu(m, n, k):
+    reason = torch_scaled.scaled_mm_reason(Problem("dense_gemm", "fp8_block", m, n, k), Where.of(torch.device("cuda")))
+    if reason is not None:
+        pytest.skip(reason)
+    w = quantize_weight(uneven((n, k), block=(128, 128), seed=2).cuda(), "fp8_block")
+    for x in (uneven((m, k), seed=1).cuda(), quantize(uneven((m, k), seed=1).cuda(), "fp8_block", layout="mn_major")):
+        assert relative_error(dense_gemm(x, w, impl="torch"), dense_gemm(x, w, impl="torch", out_dtype=torch.float32)) <= 4e-3
 
 
 # ---- moe-ops env
