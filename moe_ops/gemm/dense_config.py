@@ -116,7 +116,9 @@ def _tile(rows: int, problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
         return DenseGemmConfig(128, 128, 128, 8, 2 if problem.fused else 3, 1, False)
     block_k = 64 if problem.fmt == "plain" else 128
     if small:
-        return DenseGemmConfig(16, 64, block_k, 4, 3, 1, True) if rows <= 16 else DenseGemmConfig(64, 64, block_k, 4, 3, 1, False)
+        if rows <= 16:
+            return DenseGemmConfig(16, 64, block_k, 4, 3, 1, True)
+        return DenseGemmConfig(64, 64, block_k, 8 if problem.fused else 4, 3, 1, False)
     tiles = problem.batch * ceil_div(rows, 64) * ceil_div(problem.n, 128)
     block_n = 128 if rows > 64 and tiles >= 2 * arch.sms else 64
     if problem.fused and rows > 32:  # 8 warps: the tile that is being quantized takes registers too
