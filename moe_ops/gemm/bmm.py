@@ -93,7 +93,8 @@ def bmm(
         w: weights (heads, N, K), contiguous: a QTensor with weight blocks (mxfp8 folded to 128x128 too), or a's 16-bit dtype.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
         out: (T, heads, N), any strides with last stride 1, receives the result; then the call allocates nothing.
-        impl: "triton", "torch" (the reference) or None, which takes "triton" on CUDA and "torch" on a CPU.
+        impl: "triton", "deep_gemm" (its fp8_einsum; allocates), "torch" (the reference) or None, which takes "triton" on CUDA and "torch" on a CPU.
+            `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that a token's bits do not depend on T.
 
     Returns:
@@ -103,7 +104,8 @@ def bmm(
 
     Raises:
         TypeError: operands of kinds or dtypes that do not go together.
-        ValueError: shapes, strides, devices or formats that do not fit, an unknown impl, an illegal config, or an operand that requires grad.
+        ValueError: shapes, strides, devices or formats that do not fit, an impl that is unknown or cannot run this, an illegal config, or an
+            operand that requires grad.
         RuntimeError: a first compile under graph capture or after `freeze()`.
 
     Cost: 2 * T * heads * N * K flops; heads * (N * K + T * (K * a bytes + N * out bytes)) bytes; one launch.
@@ -114,7 +116,9 @@ def bmm(
     w_data, w_scale = (w.data, w.scale) if isinstance(w, QTensor) else (w, None)
     checks.ndim(op, "a", a_data, (3,))
     checks.ndim(op, "w", w_data, (3,))
-    check_product(op, a, w, fmt, impl)
+    if impl is not None:
+        checks.one_of(op, "impl", impl, ("triton", "deep_gemm", "torch"))
+    check_product(op, a, w, fmt, None if impl == "deep_gemm" else impl)
     tokens, heads, k = a_data.shape
     if w_data.shape[0] != heads:
         raise ValueError(f"{op}: a has {heads} heads and w has {w_data.shape[0]}; they must be equal")
@@ -122,11 +126,18 @@ def bmm(
     checks.one_of(op, "out_dtype", out_dtype, OUT_DTYPES)
     pinned = check_config(op, config, DenseGemmProblem(tokens, heads, n, k, fmt, rule != "given"), a_data.device) if config is not None else None
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, fmt, rule)
+    if out is not None:
+        check_out(op, out, (tokens, heads, n), a_data)
+        out_dtype = out.dtype
+    if impl is not None and impl != "triton":
+        from moe_ops.gemm.bmm_impls import run_named
+        from moe_ops.gemm.registry import Problem
+
+        segments, layout = (w.segments if isinstance(w, QTensor) else 1), (a.layout if isinstance(a, QTensor) else "row_major")
+        flags = {"given_out": out is not None, "pinned": config is not None, "unquantized": rule != "given"}
+        problem = Problem(op, fmt, tokens, n, k, heads, out_dtype, a_data.dtype, segments=segments, layout=layout, **flags)
+        return run_named(impl, problem, args, out_dtype, out)
     if out is None:
-        return bmm_ref(*args, out_dtype) if impl == "torch" else _op(*args, out_dtype, pinned)
-    check_out(op, out, (tokens, heads, n), a_data)
-    if impl == "torch":
-        _out_ref(*args, out)
-    else:
-        _out_op(*args, out, pinned)
+        return _op(*args, out_dtype, pinned)
+    _out_op(*args, out, pinned)
     return out

@@ -35,6 +35,7 @@ NAMES = {
     "dense": ("fp8_gemm_nt", "fp8_fp4_gemm_nt"),
     "contiguous": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
     "psum": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
+    "bmm": ("fp8_einsum",),
     "masked": ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
 }
 #: The versions that are known to work with torch 2.11 on an H200.
@@ -91,7 +92,7 @@ def call_library(form: str, shape: tuple[Any, ...], *args: Any, **options: Any) 
     Raises:
         RuntimeError: the call would compile or load a kernel under graph capture or after `freeze()`.
     """
-    key = (form, *shape, args[2].device.index)
+    key = (form, *shape, args[-1].device.index if form == "bmm" else args[2].device.index)
     if key not in _warm:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if capturing or _is_frozen():
@@ -210,6 +211,36 @@ def dense_into(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale:
     elif a_scale.stride() != (1, ceil_div(m, 4) * 4):
         a_scale = convert_scale(a_scale, "row_major", "mn_major", m, ceil_div(k, 128), fmt)
     call_library("dense", (fmt, m, n, k), (as_e4m3(a), a_scale), (as_e4m3(w), _weight_scale(w, w_scale, fmt)), out, **_recipe(fmt))
+
+
+def bmm_into(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+    """out (T, heads, N) = a (T, heads, K) @ w (heads, N, K)^T head by head, by DeepGEMM, fp8_block.
+
+    One launch where a lies head by head and its scales, seen as (heads, T, K / 128), are MN-major.
+    """
+    (tokens, heads, k), n = a.shape, w.shape[1]
+    if tokens == 0 or heads == 0 or n == 0:
+        return
+    _check_weight("bmm", w)
+    if any(s % 16 for s in a.stride()[:2]) or a.data_ptr() % 16:
+        a = a.clone(memory_format=torch.contiguous_format)
+    blocks, padded = ceil_div(k, 128), ceil_div(tokens, 4) * 4
+    scale = a_scale.transpose(0, 1)
+    if scale.stride() != (blocks * padded, 1, padded):
+        scale = convert_scale(scale, "row_major", "mn_major", tokens, blocks, "fp8_block")
+    call_library("bmm", (heads, tokens, n, k), "bhr,hdr->bhd", (as_e4m3(a), scale.transpose(0, 1)), (as_e4m3(w), w_scale), out)
+
+
+def _bmm_cpu(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+    x = dequantized(a.transpose(0, 1), a_scale.transpose(0, 1), "fp8_block", 1, 1)
+    out.copy_((x @ dequantized(w, w_scale, "fp8_block", 128, 1).mT).transpose(0, 1))
+
+
+def _bmm_fake(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+    return None
+
+
+deep_gemm_bmm = register("deep_gemm_bmm", cuda=bmm_into, cpu=_bmm_cpu, fake=_bmm_fake, mutates=("out",))
 
 
 def _dense_cpu(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, fmt: str, out: torch.Tensor) -> None:
@@ -337,3 +368,15 @@ def dense_reason(p: Problem, where: Where) -> str | None:
 def dense_plan(p: Problem, where: Where) -> str:
     """What `dense_into` would run."""
     return "deep_gemm, dense form" + (", after a kernel that quantizes" if p.unquantized else "")
+
+
+def bmm_reason(p: Problem, where: Where) -> str | None:
+    """None, or why `bmm` cannot go to DeepGEMM."""
+    if p.fmt == "mxfp8":
+        return "DeepGEMM's product of heads takes fp8_block, not mxfp8; a folded weight runs as fp8_block"
+    return problem_reason(p, where) or machine_reason(where, ("bmm",))
+
+
+def bmm_plan(p: Problem, where: Where) -> str:
+    """What `bmm_into` would run."""
+    return "deep_gemm, fp8_einsum" + (", after a kernel that quantizes" if p.unquantized else "")

@@ -15,7 +15,7 @@ import torch
 
 from moe_ops.gemm import deep_gemm
 
-FORMS = ("contiguous", "masked", "psum", "dense")
+FORMS = ("contiguous", "masked", "psum", "dense", "bmm")
 COUNTS = (1, 70, 0, 130)
 N, K = 256, 256
 #: The first call of each form compiles.
@@ -66,7 +66,15 @@ def try_form(form: str, device: torch.device) -> str | None:
     out = torch.zeros((sum(COUNTS), N), dtype=torch.bfloat16, device=device)
     ref = torch.zeros((sum(COUNTS), N), dtype=torch.float32, device=device)
     try:
-        if form == "dense":
+        if form == "bmm":
+            if fmt == "mxfp8":
+                return "DeepGEMM's product of heads takes fp8_block"
+            heads = quantize(uneven((len(COUNTS), 37, K), seed=3).to(device), fmt)
+            out, ref = (torch.zeros((37, len(COUNTS), N), dtype=t, device=device) for t in (torch.bfloat16, torch.float32))
+            operands = (heads.data.view(torch.uint8).transpose(0, 1), heads.scale.transpose(0, 1), *args[2:])
+            deep_gemm.bmm_into(*operands, out)
+            deep_gemm._bmm_cpu(*operands, ref)
+        elif form == "dense":
             first = [0] + [sum(COUNTS)] * len(COUNTS)  # expert 0 has every row
             _ref_into(*args, None, torch.tensor(first, dtype=torch.int32, device=device), None, 1, fmt, 1, ref)
             deep_gemm.dense_into(args[0], args[1], args[2][0], args[3][0], fmt, out)

@@ -106,8 +106,8 @@ def explain(
     """Which implementation and config `op` would run, and for each other one the reason why it would not.
 
     Args:
-        op: the function, "grouped_gemm" or "dense_gemm".
-        rows: rows of the activations there is room for: R, or E * capacity for masked rows.
+        op: the function: "grouped_gemm", "dense_gemm" or "bmm".
+        rows: rows of the activations there is room for: R, or E * capacity for masked rows; tokens T of "bmm".
         n: rows of one weight, N.
         k: reduction length, K.
         format: "fp8_block" (folded mxfp8 runs as this too), "mxfp8", or "plain" for 16-bit operands.
@@ -118,7 +118,7 @@ def explain(
         segments: 2 for a w13 whose halves have scale blocks of their own.
         out_dtype: dtype of the result.
         dtype: dtype of the operands where format is "plain".
-        unquantized: activations are 16-bit and the call quantizes them for a quantized weight ("dense_gemm").
+        unquantized: activations are 16-bit and the call quantizes them for a quantized weight ("dense_gemm", "bmm").
         device: a device of this machine, an architecture as such ("sm90", "sm100", ..), or None for the GPU here, else the CPU.
 
     Returns:

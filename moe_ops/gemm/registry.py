@@ -18,7 +18,7 @@ from moe_ops.core.arch import Arch, arch_of, arch_of_capability
 from moe_ops.gemm.grouped_config import GEMM_FORMATS
 
 #: function -> module that holds its implementations
-_HOMES = {"dense_gemm": "moe_ops.gemm.dense_impls", "grouped_gemm": "moe_ops.gemm.grouped_impls"}
+_HOMES = {"bmm": "moe_ops.gemm.bmm_impls", "dense_gemm": "moe_ops.gemm.dense_impls", "grouped_gemm": "moe_ops.gemm.grouped_impls"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Problem:
     Attributes:
         op: the function, one of `operations()`.
         fmt: how the operands are stored, one of `GEMM_FORMATS`.
-        rows: rows of the activations there is room for (of all groups together).
+        rows: rows of the activations there is room for (of all experts together; tokens of `bmm`).
         n, k: rows of one weight, and the reduction length.
         groups: experts or heads; 1 for a dense GEMM.
         out_dtype: dtype of the result.

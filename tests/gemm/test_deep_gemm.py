@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 
-from moe_ops import Routing, dense_gemm, grouped_gemm, quantize, quantize_weight
+from moe_ops import Routing, bmm, dense_gemm, grouped_gemm, quantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, random_topk, relative_error, uneven
-from moe_ops.gemm import deep_gemm, deep_gemm_probe, dense_impls, grouped_impls
+from moe_ops.gemm import bmm_impls, deep_gemm, deep_gemm_probe, dense_impls, grouped_impls
 from moe_ops.gemm.grouped import _ref_into
 
 ALL = dict.fromkeys(deep_gemm_probe.FORMS)
@@ -75,6 +75,16 @@ class StandIn(types.ModuleType):
     def fp8_gemm_nt(self, a, b, d, recipe_a=None, recipe_b=None):
         self.calls.append("dense")
         d.copy_(dequantize(a, False) @ dequantize(b, True).T)
+
+    def fp8_einsum(self, expr, a, b, d):
+        assert expr == "bhr,hdr->bhd" and d.is_contiguous()
+        (data, scale), w = a, dequantize(b, True)
+        tokens, heads, k = data.shape
+        by_head = scale.transpose(0, 1)
+        assert by_head.stride() == (k // 128 * -(-tokens // 4) * 4, 1, -(-tokens // 4) * 4), "the library would launch a transpose"
+        assert data.stride(2) == 1 and data.stride(0) % 16 == data.stride(1) % 16 == 0
+        self.calls.append("bmm")
+        d.copy_(torch.einsum("bhr,hdr->bhd", data.float() * scale.repeat_interleave(128, -1), w))
 
 
 @pytest.fixture
@@ -204,6 +214,26 @@ def test_dense(lib, device, fmt, layout, m):
     assert relative_error(out, ref) < 2e-3 and lib.calls == (["dense"] if m else [])
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 6, 33])
+@pytest.mark.parametrize("heads,n,k", [(3, 128, 256), (2, 192, 128)])
+def test_bmm_of_heads_in_the_layout_of_attention(lib, device, tokens, heads, n, k):
+    w = quantize_weight(uneven((heads, n, k), block=(128, 128), seed=2).to(device), "fp8_block")
+    x = quantize(uneven((tokens, heads, k), seed=1).to(device), "fp8_block")
+    by_head = quantize(uneven((tokens, heads, k), seed=1).to(device).transpose(0, 1), "fp8_block", layout="mn_major")
+    wide = torch.zeros((tokens, heads, k + 40), dtype=torch.uint8, device=device)
+    wide[..., 5 : 5 + k] = x.data.view(torch.uint8)
+    sources = (
+        (x.data.view(torch.uint8), x.scale),
+        (by_head.data.view(torch.uint8).transpose(0, 1), by_head.scale.transpose(0, 1)),
+        (wide[..., 5 : 5 + k], x.scale),
+    )
+    for a, scale in sources:
+        out = torch.zeros((tokens, heads, n), dtype=torch.bfloat16, device=device)
+        deep_gemm.bmm_into(a, scale, w.data.view(torch.uint8), w.scale, out)
+        assert relative_error(out, bmm(x, w, impl="torch", out_dtype=torch.float32)) < 2e-3
+    assert lib.calls == ["bmm"] * (3 if tokens else 0)
+
+
 # ---- the global alignment, capture, versions
 
 
@@ -288,12 +318,13 @@ def test_opcheck(device, lib):
     args = (a, sa, w, sw, ints([0, 3, 3, 8], device), None, 1, "fp8_block", out)
     torch.library.opcheck(torch.ops.moe_ops.deep_gemm_grouped.default, args)
     torch.library.opcheck(torch.ops.moe_ops.deep_gemm_dense.default, (a, sa, w[0], sw[0], "fp8_block", out))
+    torch.library.opcheck(torch.ops.moe_ops.deep_gemm_bmm.default, (a[:, None], sa[:, None], w[:1], sw[:1], out[:, None]))
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["quantized", "16-bit"])
 def test_public_functions_reach_the_wrapper(monkeypatch, device, lib, given):
     """On a CPU the op's reference answers; on a GPU the stand-in."""
-    for module in (dense_impls, grouped_impls):
+    for module in (bmm_impls, dense_impls, grouped_impls):
         monkeypatch.setattr(module, "choose", lambda problem, where, impl: None)
     x, w = uneven((8, 256), seed=1).to(device), quantize_weight(uneven((3, 64, 256), block=(128, 128), seed=2).to(device), "fp8_block")
     q = quantize(x, "fp8_block")
@@ -304,6 +335,11 @@ def test_public_functions_reach_the_wrapper(monkeypatch, device, lib, given):
         got = grouped_gemm(q, w, ints([0, 3, 3, 8], device), impl="deep_gemm", out=out)
         ref = grouped_gemm(q, w, ints([0, 3, 3, 8], device), impl="torch", out_dtype=torch.float32)
         assert relative_error(got, ref) < 2e-3 and (out is None or got is out)
+        heads = None if out is None else torch.zeros((8, 3, 64), dtype=torch.bfloat16, device=device)
+        x3 = x[:, None].expand(8, 3, 256)
+        q3 = quantize(x3.contiguous(), "fp8_block")
+        got = bmm(q3 if given else x3, w, impl="deep_gemm", out=heads)
+        assert relative_error(got, bmm(q3, w, impl="torch", out_dtype=torch.float32)) < 2e-3 and (out is None or got is heads)
     with pytest.raises(ValueError, match=r"out must be contiguous for impl 'deep_gemm', got strides \(128, 1\)"):
         dense_gemm(q, w[0], impl="deep_gemm", out=bad)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_ops import dense_gemm, grouped_gemm, make_qtensor, quantize, quantize_weight
+from moe_ops import bmm, dense_gemm, grouped_gemm, make_qtensor, quantize, quantize_weight
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm import deep_gemm
 from moe_ops.gemm.registry import Where
@@ -100,3 +100,14 @@ def test_graph_first_call_under_capture_is_refused_and_leaves_the_process_well(r
             grouped_gemm(a, w, offsets, impl="deep_gemm")
     ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
     assert relative_error(grouped_gemm(a, w, offsets, impl="deep_gemm"), ref) <= 2e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 130])
+@pytest.mark.parametrize("n,k", [(512, 128), (128, 512)], ids=["k_b_proj", "v_b_proj"])
+def test_library_bmm(n, k, tokens):
+    reason = deep_gemm.machine_reason(Where.of(torch.device("cuda")), ("bmm",))
+    if reason is not None:
+        pytest.skip(reason[:400])
+    x, w = uneven((tokens, 128, k), seed=1).cuda(), quantize_weight(uneven((128, n, k), block=(128, 128), seed=2).cuda(), "fp8_block")
+    for a in (x, quantize(x, "fp8_block")):
+        assert relative_error(bmm(a, w, impl="deep_gemm"), bmm(a, w, impl="torch", out_dtype=torch.float32)) <= 3e-3

@@ -132,7 +132,7 @@ def test_architectures_as_such(installed):
 @pytest.mark.parametrize(
     "arguments,error,text",
     [
-        (dict(op="gem"), ValueError, "op must be one of 'dense_gemm', 'grouped_gemm'"),
+        (dict(op="gem"), ValueError, "op must be one of 'bmm', 'dense_gemm', 'grouped_gemm'"),
         (dict(format="int8"), ValueError, "format must be one of 'fp8_block', 'mxfp8', 'plain', got 'int8'"),
         (dict(rows=1.5), TypeError, "rows must be an int, got float"),
         (dict(k=0), ValueError, "k must be between 1 and"),
@@ -170,6 +170,14 @@ def test_dense_gemm_chooses_in_the_same_way(monkeypatch, installed):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     assert explain("dense_gemm", **sizes, device="sm90")["torch"].plan == "torch._scaled_mm"
     assert "DeepGEMM adds no bias and no residual" in explain("dense_gemm", **sizes, bias=True, device="sm90")["deep_gemm"].reason
+
+
+def test_bmm_chooses_in_the_same_way(installed):
+    answer = explain("bmm", rows=32, n=512, k=128, groups=128, unquantized=True, device="sm90")
+    assert answer.chosen == "triton" and "quantizing inside, DenseGemmConfig(" in answer["triton"].plan and "head by head" in answer["torch"].plan
+    problem = Problem("bmm", "fp8_block", 32, 512, 128, 128, unquantized=True)
+    assert choose(problem, HOPPER, "deep_gemm").plan(problem, HOPPER) == "deep_gemm, fp8_einsum, after a kernel that quantizes"
+    assert "takes fp8_block, not mxfp8" in explain("bmm", rows=32, n=512, k=128, groups=128, format="mxfp8", device="sm90")["deep_gemm"].reason
 
 
 # ---- torch's own products

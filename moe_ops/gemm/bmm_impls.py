@@ -1,0 +1,54 @@
+"""The implementations of `bmm`, best first: Triton (ours), DeepGEMM when asked for, and torch (the reference)."""
+
+from typing import Any
+
+import torch
+
+from moe_ops.gemm.bmm import bmm_ref
+from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm
+from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
+from moe_ops.gemm.grouped_impls import triton_reason
+from moe_ops.gemm.registry import Implementation, Problem, Where, choose
+from moe_ops.quant.quantize import _op as quantize_rows
+
+
+def _triton_plan(p: Problem, where: Where) -> str:
+    config = "the config given" if p.pinned else str(heuristic(DenseGemmProblem(p.rows, p.groups, p.n, p.k, p.fmt, p.unquantized), where.arch))
+    return f"Triton kernel, {'quantizing inside, ' if p.unquantized else ''}{config}"
+
+
+def _torch_reason(p: Problem, where: Where) -> str | None:
+    return None
+
+
+def _torch_plan(p: Problem, where: Where) -> str:
+    return "fp32 product of the dequantized operands, head by head"
+
+
+IMPLEMENTATIONS = (
+    Implementation("triton", True, triton_reason, _triton_plan),
+    Implementation("deep_gemm", False, bmm_reason, bmm_plan),
+    Implementation("torch", True, _torch_reason, _torch_plan),
+)
+
+
+def run_named(impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    """`bmm` of checked operands by DeepGEMM or torch. Traced by torch.compile, what was seen to run outside of it is not asked again.
+
+    Raises:
+        ValueError: an implementation that cannot run this.
+    """
+    a, a_scale, w, w_scale, fmt, rule = operands
+    if not torch.compiler.is_compiling():
+        choose(problem, Where.of(a.device), impl)
+    if impl == "torch":
+        y = bmm_ref(a, a_scale, w, w_scale, fmt, rule, out_dtype)
+        return y if out is None else out.copy_(y)
+    if rule != "given":  # head by head, as DeepGEMM reads data and scales
+        data, scale = quantize_rows(a.transpose(0, 1), None, fmt, "mn_major", rule)
+        a, a_scale = data.transpose(0, 1), scale.transpose(0, 1)
+    result = a.new_empty((a.shape[0], a.shape[1], w.shape[1]), dtype=out_dtype) if out is None else out
+    if not result.is_contiguous():
+        raise ValueError(f"{problem.op}: out must be contiguous for impl 'deep_gemm', got strides {result.stride()}")
+    deep_gemm_bmm(a, a_scale, w, w_scale, result)
+    return result
