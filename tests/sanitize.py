@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -17,6 +18,7 @@ from moe_ops import Activation, Routing, combine, dequantize, fused_moe, grouped
 from moe_ops.core.arch import arch_of  # noqa: E402
 from moe_ops.core.formats import LAYOUTS  # noqa: E402
 from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
+from moe_ops.gemm import deep_gemm  # noqa: E402
 from moe_ops.gemm.bmm import bmm  # noqa: E402
 from moe_ops.gemm.dense import dense_gemm  # noqa: E402
 from moe_ops.gemm.dense_config import DenseGemmConfig  # noqa: E402
@@ -132,6 +134,25 @@ def gemms_on_hopper():
         grouped_gemm(quantize(data(3, rows, 384), "fp8_block"), w, counts(rows + 9, 0, 3))
 
 
+def rows_for_deep_gemm():
+    """Our kernels around DeepGEMM, without it: rows led there and back, counts past every end."""
+    for fmt in ("fp8_block", "mxfp8"):
+        w = quantize_weight(data(3, 192, 384), fmt)
+        for rows in (7, 300):
+            packed, masked = quantize(data(rows, 384), fmt), quantize(data(3, rows, 384), fmt)
+            out, out_masked = (torch.empty(*shape, 192, dtype=torch.bfloat16, device=CUDA) for shape in ((rows,), (3, rows)))
+            order = torch.arange(rows, dtype=torch.int32, device=CUDA) * 2 - 3
+            with mock.patch.object(deep_gemm, "call_library"):
+                for a, offsets, forms, result in (
+                    (packed, counts(0, 5, 5, rows), ("masked", "psum", "contiguous"), out),
+                    (packed, counts(9, 2**31 - 1, -4, rows + 50), ("masked", "psum", "contiguous"), out),
+                    (masked, counts(rows + 9, 0, -3), ("masked",), out_masked),
+                ):
+                    for form in forms:
+                        args = (a.data.view(torch.uint8), a.scale, w.data.view(torch.uint8), w.scale, offsets)
+                        deep_gemm._into(*args, order if a is packed else None, 2 if a is packed else 1, fmt, result, form)
+
+
 def layers():
     for fmt in ("fp8_block", "mxfp8", "folded", "plain"):
         w13, w2 = data(4, 512, 256), data(4, 256, 256)
@@ -158,7 +179,7 @@ def launched() -> set[str]:
 
 
 def main() -> int:
-    for part in (quantizers, router, gemms, dense_gemms, batched_gemms, fused_gemm1, gemms_on_hopper, layers):
+    for part in (quantizers, router, gemms, dense_gemms, batched_gemms, fused_gemm1, gemms_on_hopper, rows_for_deep_gemm, layers):
         part()
         torch.cuda.synchronize()
         print(f"{part.__name__} done", flush=True)

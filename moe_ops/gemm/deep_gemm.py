@@ -308,7 +308,7 @@ def machine_reason(where: Where, forms: tuple[str, ...]) -> str | None:
     if where.cuda and where.arch.capability not in (90, 100, 103):
         return f"DeepGEMM has kernels for SM90 and SM100, {where.arch.name} is SM{where.arch.capability}"
     short = lacking()
-    if compiler() is None and short:
+    if short and compiler() is None:
         short.append("no nvcc (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda), with which it compiles its kernels")
     if short:
         return "; ".join(short)

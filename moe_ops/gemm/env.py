@@ -22,8 +22,10 @@ from moe_ops.gemm.explain import explain_problem
 from moe_ops.gemm.registry import Problem, Where
 
 PACKAGES = ("quantized-moe-ops", "torch", "triton", "transformers", "sgl-deep-gemm", "deep-gemm", "apache-tvm-ffi")
-#: Problems that stand for what a model asks: a rank of Qwen3-235B-A22B with eight experts, gate_up, at decode and at prefill.
+#: Problems that stand for what a model asks: a rank of Qwen3-235B-A22B with eight experts, gate_up, and projections of DeepSeek-V3.
 PROBLEMS = {
+    "linear layer, FP8 blocks": Problem("dense_gemm", "fp8_block", 16, 1536, 7168, unquantized=True),
+    "absorbed attention, FP8 blocks": Problem("bmm", "fp8_block", 16, 512, 128, 128, unquantized=True),
     "decode, FP8 blocks": Problem("grouped_gemm", "fp8_block", 16, 3072, 4096, 8, segments=2),
     "prefill, FP8 blocks": Problem("grouped_gemm", "fp8_block", 8192, 3072, 4096, 8, segments=2),
     "masked rows, FP8 blocks": Problem("grouped_gemm", "fp8_block", 1024, 3072, 4096, 8, segments=2, masked=True),
@@ -101,7 +103,7 @@ def as_text(found: dict[str, Any]) -> str:
         state = f"{cache['entries']} entries" if cache["entries"] is not None else "unreadable"
         lines.append(f"{name} cache: {cache['path']}, {state}{'' if cache['writable'] else ', NOT WRITABLE: every process compiles anew'}")
     for title, answer in found["implementations"].items():
-        lines.append(f"grouped_gemm, {title}: {answer['chosen']}")
+        lines.append(f"{PROBLEMS[title].op}, {title}: {answer['chosen']}")
         lines += [f"  {name:<10}{'can' if entry['can'] else 'cannot'}: {entry['what']}" for name, entry in answer.items() if name != "chosen"]
     return "\n".join(lines)
 

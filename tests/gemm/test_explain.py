@@ -264,7 +264,7 @@ def test_env_command_on_a_bare_machine(bare, capsys):
     text = capsys.readouterr().out
     assert "no CUDA GPU: public functions compute with plain torch on the CPU" in text and "nvcc: none (only DeepGEMM needs it)" in text
     assert f"torch {torch.__version__}" in text and "triton cache: " in text
-    assert text.count("cannot: deep_gemm is not installed") == 4 and text.count("cannot: needs CUDA tensors, got cpu") == len(env.PROBLEMS)
+    assert text.count("cannot: deep_gemm is not installed") == 6 and text.count("cannot: needs CUDA tensors, got cpu") == len(env.PROBLEMS)
     assert main(["env", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["gpus"] == [] and record["nvcc"] is None
