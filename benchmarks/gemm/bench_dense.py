@@ -1,10 +1,12 @@
-"""Dense GEMM of the linear layers around the experts at few rows: split-K against torch's own product, and one GEMM against the two it fuses."""
+"""Dense GEMM of the linear layers around the experts at few rows: split-K against DeepGEMM and torch, and one GEMM against the two it fuses."""
 
 import torch
 
 from moe_ops import dense_gemm, quantize, quantize_weight
 from moe_ops.bench.goal import Goal
 from moe_ops.bench.harness import Bench
+from moe_ops.gemm.registry import Problem, Where, reasons
+from moe_ops.gemm.torch_scaled import scaled_mm_reason
 from moe_ops.quant.fold import fold_weight
 
 #: name -> (N, K): DeepSeek-V3's projections, then Qwen3-235B's
@@ -57,35 +59,39 @@ def given(m, n, k, fmt):
     return make
 
 
-def bf16(m, n, k):
+def deep_gemm(m, n, k):
+    """DeepGEMM behind our function, the activation's scales in the layout that it reads without a transposition."""
+
     def make(copy: int):
         x, w = data(copy, m, n, k)
-        return lambda: x @ w.T
+        a, q = quantize(x, "fp8_block", layout="mn_major"), quantize_weight(w, "fp8_block")
+        return lambda: dense_gemm(a, q, impl="deep_gemm")
 
     return make
 
 
 def scaled_mm(m, n, k):
-    """torch's FP8-block product (SM90; rows in fours, scales of the activation stored column by column)."""
-    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    """torch's FP8-block product: rows in fours (padded outside of the timing), scales of the activation stored column by column."""
+    product = torch._scaled_mm
 
     def make(copy: int):
         x, w = data(copy, m, n, k)
+        x = torch.nn.functional.pad(x, (0, 0, 0, -m % 4))
         a, q = quantize(x, "fp8_block"), quantize_weight(w, "fp8_block")
         columns = a.scale.T.contiguous().T
-        return lambda: product(a.data, q.data.T, scale_a=columns, scale_b=q.scale.T, out_dtype=torch.bfloat16)
+        return lambda: product(a.data, q.data.T, scale_a=columns, scale_b=q.scale.T, out_dtype=torch.bfloat16)[:m]
 
     return make
 
 
-def scaled_mm_runs(m, n, k):
-    if not bench.has_gpu or torch.cuda.get_device_capability() != (9, 0):
-        return False
-    try:
-        scaled_mm(m, n, k)(0)()
-    except (RuntimeError, ValueError, AttributeError):
-        return False
-    return True
+def others(m, n, k):
+    """The other implementations that can compute this case here."""
+    where, found = Where.of(bench.device), {}
+    if reasons(Problem("dense_gemm", "fp8_block", m, n, k, layout="mn_major"), where)["deep_gemm"] is None:
+        found["deep_gemm"] = deep_gemm(m, n, k)
+    if scaled_mm_reason(Problem("dense_gemm", "fp8_block", m + -m % 4, n, k), where) is None:
+        found["torch._scaled_mm"] = scaled_mm(m, n, k)
+    return found
 
 
 for name, (n, k) in bench.sizes(gpu=tuple(LINEARS.items()), cpu=tuple(TINY.items())):
@@ -98,11 +104,10 @@ for name, (n, k) in bench.sizes(gpu=tuple(LINEARS.items()), cpu=tuple(TINY.items
                 x, w = data(0, m, n, k)
                 return dense_gemm(x, weight_of(w, fmt), out_dtype=torch.float32, impl="torch")
 
-            impls = {"triton": triton(m, n, k, fmt)}
             goal = Goal("of_limit", 0.5) if m <= 64 and fmt == "fp8_block" and n * k > 8e6 else None
             bench.case(
                 f"{name} M={m} N={n} K={k} {fmt}",
-                impls,
+                {"triton": triton(m, n, k, fmt)},
                 reference=reference,
                 tolerance=3e-3,
                 nbytes=n * k * (1 + scale_bytes) + m * (2 * k + 2 * n),
@@ -112,9 +117,8 @@ for name, (n, k) in bench.sizes(gpu=tuple(LINEARS.items()), cpu=tuple(TINY.items
                 goal=goal,
                 format=fmt,
             )
-        given_impls = {"triton": given(m, n, k, "fp8_block")}
-        if scaled_mm_runs(m, n, k):
-            given_impls["torch._scaled_mm"] = scaled_mm(m, n, k)
+        given_impls = {"triton": given(m, n, k, "fp8_block"), **others(m, n, k)}
+        rival = next((name for name in ("deep_gemm", "torch._scaled_mm") if name in given_impls), "")
 
         def reference_given():
             x, w = data(0, m, n, k)
@@ -128,7 +132,7 @@ for name, (n, k) in bench.sizes(gpu=tuple(LINEARS.items()), cpu=tuple(TINY.items
             nbytes=n * k * (1 + 4 / 128**2) + m * (k + 2 * n),
             flops=2 * m * n * k,
             memory="read",
-            goal=Goal("ratio", 1.0, to="torch._scaled_mm") if m <= 64 else None,
+            goal=Goal("ratio", 1.0, to=rival) if m <= 64 and rival else None,
             format="fp8_block",
         )
 

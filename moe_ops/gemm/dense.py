@@ -90,18 +90,20 @@ def launch_dense(
     operand = TensorDescriptor.from_tensor(w.view(batch * n, k), [cfg.block_n, cfg.block_k]) if tma else w
     scale_strides = (0, 0, 0) if a_scale is None else a_scale.stride()
     stride_rm = 0 if residual is None else residual.stride(0)
+    # one batch: its distance is M times something, and every other M could compile anew
+    stride_ab, stride_ob = (a.stride(0), out.stride(0)) if batch > 1 else (0, 0)
     split = cfg.split > 1
     launch(
         op, _dense_gemm_kernel, (ceil_div(rows, cfg.block_m) * ceil_div(n, cfg.block_n) * cfg.split * batch,),
         a, a_scale, operand, w_scale, None if split else bias, None if split else residual, out, part if split else None,
-        rows, a.stride(0), a.stride(1), *scale_strides, stride_rm, out.stride(0), out.stride(1),
+        rows, stride_ab, a.stride(1), *scale_strides, stride_rm, stride_ob, out.stride(1),
         BATCH=batch, N=n, K=k, FORMAT="mxfp8_native" if fmt == "mxfp8" and arch.has_block_scaled_mma else fmt, RULE=rule,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k, SPLIT=cfg.split, SWAP=cfg.swap, TMA=tma,
         num_warps=cfg.warps, num_stages=cfg.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if split:
         launch(
-            op, _split_reduce_kernel, (batch * rows * ceil_div(n, 256),), part, bias, residual, out, rows, stride_rm, out.stride(0), out.stride(1),
+            op, _split_reduce_kernel, (batch * rows * ceil_div(n, 256),), part, bias, residual, out, rows, stride_rm, stride_ob, out.stride(1),
             BATCH=batch, N=n, SPLIT=cfg.split, BLOCK=256, num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
 
