@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it on the stream still runs, and waits before it touches memory.
 
 A kernel that takes part has a constexpr argument PDL, which `core.launch` sets from SM90 on, and calls `after_previous` first. Waiting before
-the next kernel is let go keeps one rule: when a kernel starts, everything before its direct predecessor has ended.
+the next kernel is let go keeps one rule: when a kernel starts, everything before its direct predecessor has ended. (A foreign kernel that is
+launched with this attribute and never waits can end before its own predecessor; nothing that follows it can repair that.)
 """
 
 import triton

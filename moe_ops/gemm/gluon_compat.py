@@ -32,14 +32,17 @@ def _add(a, b):
 
 @gluon.jit
 def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
-    """Row tiles of BLOCK rows: (expert ids, tiles of each expert, running sum of tiles), each (E2,) int32 in `layout`."""
+    """Row tiles of BLOCK rows: (tiles of each expert, running sum of tiles), each (E2,) int32 in `layout`.
+
+    Offsets and order may be read before the predecessor has ended: from L2, because L1 may hold what was there before.
+    """
     e = gl.arange(0, layout.size_per_thread[0] * 32 * layout.warps_per_cta[0], layout)
-    low = gl.load(offsets_ptr + e, mask=e < E, other=0)
+    low = gl.load(offsets_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
     if MASKED:
         filled = gl.minimum(gl.maximum(low, 0), capacity)
     else:
-        high = gl.load(offsets_ptr + e + 1, mask=e < E, other=0)
-        filled = gl.maximum(gl.minimum(high, rows) - gl.minimum(gl.maximum(low, 0), rows), 0)
+        high = gl.load(offsets_ptr + e + 1, mask=e < E, other=0, cache_modifier=".cg")
+        filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - gl.minimum(gl.maximum(low, 0), rows), 0)
     tiles = (filled + BLOCK - 1) // BLOCK
     return tiles, gl.associative_scan(tiles, 0, _add)
 
@@ -47,13 +50,14 @@ def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constex
 @gluon.jit
 def expert_rows(offsets_ptr, e, rows, capacity, MASKED: gl.constexpr):
     """(first row, rows) of expert `e`, clamped: counts of masked rows, offsets of packed ones."""
-    low = gl.load(offsets_ptr + e)
+    low = gl.load(offsets_ptr + e, cache_modifier=".cg")
     if MASKED:
         first = e * capacity
         filled = gl.minimum(gl.maximum(low, 0), capacity)
     else:
         first = gl.minimum(gl.maximum(low, 0), rows)
-        filled = gl.maximum(gl.minimum(gl.load(offsets_ptr + e + 1), rows) - first, 0)
+        high = gl.load(offsets_ptr + e + 1, cache_modifier=".cg")
+        filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - first, 0)
     return first, filled
 
 

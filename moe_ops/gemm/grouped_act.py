@@ -64,7 +64,7 @@ def grouped_act_into(
         out, out_scale: (R, I) e4m3 bits and (R, I / 128) fp32, written in the filled rows.
         rule: how the result is quantized: "fp32", or "folded" for mxfp8 folded to 1x128 (`quant/fold.py`).
         counter: one int32 that is 0, or None; with it the kernel for many rows may hand out tiles as programs become free.
-        early: the predecessor on the stream is one of this package's kernels and wrote neither w nor offsets: both may be read before it ended.
+        early: the predecessor on the stream is one of this package's kernels and wrote none of w, offsets and order: they may be read early.
         kernel: "stream", "hopper" or "triton"; None: `kernel_of`.
     """
     from moe_ops.core.launch import launch

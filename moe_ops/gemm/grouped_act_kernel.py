@@ -37,7 +37,7 @@ def _grouped_act_kernel(
         expert = tl.sum((ends <= m).to(tl.int32), 0)
         before = tl.sum(tl.where(experts < expert, per_expert, 0), 0)
         low = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert), 0), rows_total)
-        filled = tl.minimum(tl.load(offsets_ptr + expert + 1), rows_total) - low
+        filled = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert + 1), 0), rows_total) - low
         row0 = low + (m - before) * BLOCK_M
         rows = tl.minimum(filled - (m - before) * BLOCK_M, BLOCK_M)
         offs = tl.arange(0, BLOCK_M)

@@ -107,11 +107,13 @@ def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) ->
 #: more and read their weights twice: 380 us against 368 (DeepSeek-V3, 32 experts, 64 tokens; H200, Triton 3.6, 2026-11-30).
 STREAM_ROWS = 8
 HOPPER_EXPERTS = 512
+#: Rows that the kernels' counts of tiles have no room for.
+HOPPER_ROWS = 2**27
 
 
 def hopper_kernel(problem: GroupedGemmProblem, segments: int, masked: bool, arch: Arch) -> str | None:
     """Which Gluon kernel computes `problem` on `arch`: "stream" (decode), "hopper" (more rows), or None for plain Triton."""
-    if problem.fmt != "fp8_block" or not arch.has_wgmma or problem.experts > HOPPER_EXPERTS:
+    if problem.fmt != "fp8_block" or not arch.has_wgmma or problem.experts > HOPPER_EXPERTS or problem.rows >= HOPPER_ROWS:
         return None
     if problem.n % 128 or problem.k % 128 or (problem.n // segments) % 128:
         return None
@@ -147,7 +149,7 @@ def stream_tile(rows: int, experts: int, n: int, fused: bool, arch: Arch) -> tup
 
 def hopper_operands(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether the Gluon kernels can address the operands: rows on 16-byte boundaries, masked ones at one distance."""
-    if a.data_ptr() % 16 or w.data_ptr() % 16 or a.stride(-2) % 16:
+    if a.data_ptr() % 16 or w.data_ptr() % 16 or a.stride(-2) % 16 or a.stride(-2) < a.shape[-1]:
         return False
     return a.dim() == 2 or (a.is_contiguous() and a_scale.stride(0) == a_scale.shape[1] * a_scale.stride(1))
 

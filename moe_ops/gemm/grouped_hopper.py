@@ -125,10 +125,10 @@ def _producer(
             s_row = (row0 + gl.minimum(s_i, rows - 1)).to(gl.int64)
             if GATHER:
                 row = row0 + gl.minimum(r, rows - 1)
-                row = gl.minimum(gl.maximum(gl.load(order_ptr + row) // TOP_K, 0), a_rows_total - 1).to(gl.int64)
+                row = gl.minimum(gl.maximum(gl.load(order_ptr + row, cache_modifier=".cg") // TOP_K, 0), a_rows_total - 1).to(gl.int64)
                 ptrs = a + (row * stride_am)[:, None] + c[None, :]
                 a_ok = (r < rows)[:, None] & (c >= 0)[None, :]
-                s_row = gl.minimum(gl.maximum(gl.load(order_ptr + s_row) // TOP_K, 0), a_rows_total - 1).to(gl.int64)
+                s_row = gl.minimum(gl.maximum(gl.load(order_ptr + s_row, cache_modifier=".cg") // TOP_K, 0), a_rows_total - 1).to(gl.int64)
             sa = sa_ptr + s_row * stride_sam
             sw = sw_ptr + (expert.to(gl.int64) * (N // 128) + n * (STEP_N // 128) + (word % 2) * (HALF // 128)) * KB
             for kb in range(KB):
@@ -388,4 +388,5 @@ def launch_hopper(
         rows, a.shape[0], capacity, a.stride(0), *a_scale.stride(), 0, alpha, lowest, limit, up_offset,
         E=experts, E2=max(128, 1 << (experts - 1).bit_length()), N=n, K=k, TOP_K=top_k, GATHER=gather, MASKED=masked, FUSED=out_scale is not None,
         KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, EARLY=early, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -27,7 +27,7 @@ def row_tiles(offsets_ptr, rows, capacity, E: tl.constexpr, E2: tl.constexpr, BL
         low = tl.load(offsets_ptr + e, mask=e < E, other=0)
         high = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
         low = tl.minimum(tl.maximum(low, 0), rows)
-        filled = tl.maximum(tl.minimum(high, rows) - low, 0)
+        filled = tl.maximum(tl.minimum(tl.maximum(high, 0), rows) - low, 0)
     return (filled + BLOCK_M - 1) // BLOCK_M
 
 
@@ -198,7 +198,7 @@ def _grouped_gemm_kernel(
             first = e.to(tl.int64) * capacity
         else:
             low = tl.minimum(tl.maximum(tl.load(offsets_ptr + e), 0), rows)
-            filled = tl.minimum(tl.load(offsets_ptr + e + 1), rows) - low
+            filled = tl.minimum(tl.maximum(tl.load(offsets_ptr + e + 1), 0), rows) - low
             first = low.to(tl.int64)
         offs_m = m0 + tl.arange(0, BLOCK_M)
         row_ok = offs_m < filled

@@ -56,8 +56,8 @@ def _find(
     a_row = gl.minimum(row0 + gl.arange(0, T, gl.SliceLayout(1, box)), last)
     s_row = gl.minimum(row0 + gl.arange(0, 2 * T, flat) % T, last)
     if GATHER:
-        a_row = gl.minimum(gl.maximum(gl.load(order_ptr + a_row) // TOP_K, 0), a_rows_total - 1)
-        s_row = gl.minimum(gl.maximum(gl.load(order_ptr + s_row) // TOP_K, 0), a_rows_total - 1)
+        a_row = gl.minimum(gl.maximum(gl.load(order_ptr + a_row, cache_modifier=".cg") // TOP_K, 0), a_rows_total - 1)
+        s_row = gl.minimum(gl.maximum(gl.load(order_ptr + s_row, cache_modifier=".cg") // TOP_K, 0), a_rows_total - 1)
     return e, row0, rows, local // m_tiles, a_row, s_row
 
 
@@ -252,7 +252,7 @@ def launch_stream(
     """Launch on given buffers: with `out_scale` the fused GEMM1, without it the plain product in out's dtype.
 
     Args:
-        early: the predecessor on the stream is one of this package's kernels and wrote neither w nor offsets: both are read before it has ended.
+        early: the predecessor on the stream is one of this package's kernels and wrote none of w, offsets and order: they are read early.
     """
     experts, n, k = w.shape
     a, w = as_e4m3(a), as_e4m3(w)
@@ -267,5 +267,6 @@ def launch_stream(
         as_e4m3(out) if fused else out, out_scale, offsets, order,
         rows, a.shape[0], a.stride(0), *a_scale.stride(), alpha, lowest, limit, up_offset,
         E=experts, E2=max(32, 1 << (experts - 1).bit_length()), N=n, K=k, TOP_K=top_k, W=tile.weights, T=tile.rows, STAGES=tile.stages,
-        GATHER=order is not None, FUSED=fused, KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, EARLY=early, num_warps=4, maxnreg=112,
+        GATHER=order is not None, FUSED=fused, KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, EARLY=early,
+        num_warps=4, maxnreg=112, enable_fp_fusion=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from moe_ops.core.formats import FORMATS, FP8_BLOCK, QTensor, as_bytes, ceil_div
 from moe_ops.core.ops import register
 from moe_ops.gemm import grouped_act
 from moe_ops.gemm.grouped import grouped_gemm_into, grouped_gemm_ref
-from moe_ops.gemm.grouped_config import STREAM_ROWS
+from moe_ops.gemm.grouped_config import HOPPER_ROWS, STREAM_ROWS
 from moe_ops.quant.activation import Activation
 from moe_ops.router.routing import check_routing
 
@@ -60,8 +60,14 @@ class Workspace(NamedTuple):
     counters: torch.Tensor
 
 
-def fuses_gemm1(rows: int, experts: int, inter: int, hidden: int, fmt: str, interleaved: bool, arch: Arch) -> bool:
-    """Whether GEMM1 runs with the activation and the quantization in its epilogue: a shape that allows it, and rows enough."""
+def fuses_gemm1(rows: int, w13: torch.Tensor, fmt: str, interleaved: bool, arch: Arch) -> bool:
+    """Whether GEMM1 runs with the activation and the quantization in its epilogue: a shape that allows it, and rows enough.
+
+    Weights off the 16-byte grid, which tensor descriptors cannot address, run apart.
+    """
+    experts, inter, hidden = w13.shape[0], w13.shape[1] // 2, w13.shape[2]
+    if w13.data_ptr() % 16 or rows >= HOPPER_ROWS:
+        return False
     if grouped_act.unsupported(2 * inter, hidden, experts, _SCHEMES[fmt][0], interleaved, arch) is not None:
         return False
     if arch.has_wgmma and rows <= STREAM_ROWS * experts:
@@ -150,7 +156,7 @@ def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> N
     tokens, top_k = inverse.shape
     if tokens == 0:
         return
-    rows, experts, two_i, hidden = tokens * top_k, *w13.shape
+    rows, two_i = tokens * top_k, w13.shape[1]
     filled = offsets[-1:]
     h = ws.h[: tokens * top_k]
     aq = ws.aq[: tokens * top_k]
@@ -163,10 +169,7 @@ def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> N
         scheme, rule = _SCHEMES[fmt]
         xq, xs, a_s = ws.xq[:tokens], ws.xs[:tokens], ws.a_s[: tokens * top_k]
         quantize_into(x, xq, xs, None, scheme, rule, zero=ws.counters)
-        if fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device)):
-            for name, w in (("w13", w13), ("w2", w2)):
-                if w.data_ptr() % 16:
-                    raise ValueError(f"fused_moe: {name} must start on a 16-byte boundary, got an address that ends in {w.data_ptr() % 16}")
+        if fuses_gemm1(rows, w13, fmt, interleaved, arch_of(x.device)):
             first, second = (ws.counters[:1], ws.counters[1:]) if hands_out_tiles(rows, two_i, arch_of(x.device)) else (None, None)
             act = (act_kind, alpha, limit, up_offset)
             grouped_act.grouped_act_into(xq, xs, w13, s13, b13, offsets, order, top_k, *act, aq, a_s, rule, first, early=True)
@@ -182,10 +185,9 @@ def _fused_moe_cuda(*args: Any) -> torch.Tensor:
     """Arguments as `_fake`."""
     x, w13, inverse, fmt, interleaved = args[0], args[1], args[10], args[11], args[17]
     tokens, top_k = inverse.shape
-    experts, two_i, hidden = w13.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    fused = fuses_gemm1(tokens * top_k, experts, two_i // 2, hidden, fmt, interleaved, arch_of(x.device))
-    fields = _fields(tokens, top_k, hidden, two_i // 2, fmt, x.dtype, fused)
+    fused = fuses_gemm1(tokens * top_k, w13, fmt, interleaved, arch_of(x.device))
+    fields = _fields(tokens, top_k, w13.shape[2], w13.shape[1] // 2, fmt, x.dtype, fused)
     fused_moe_into(args, out, _allocate(fields, x.device))
     return out
 
@@ -252,6 +254,8 @@ def _check(
     d2 = w2.data if isinstance(w2, QTensor) else w2
     checks.ndim(op, "w13", d13, (3,))
     experts, two_i, hidden = d13.shape
+    if hidden == 0 or two_i == 0:
+        raise ValueError(f"{op}: H and I must be at least 1, got w13 of shape {tuple(d13.shape)}")
     if two_i % 2:
         raise ValueError(f"{op}: w13 must have 2I rows (gate rows, then up rows), got an odd number, {two_i}")
     checks.shape(op, "w2", d2, (experts, hidden, two_i // 2))
@@ -312,8 +316,7 @@ def make_workspace(tokens: int, top_k: int, w13: "QTensor | torch.Tensor", dtype
     checks.int_range(op, "top_k", top_k, 1, 2**16)
     if dtype not in _X_DTYPES:
         raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
-    experts, two_i, hidden = w13.shape
-    return _allocate(_fields(tokens, top_k, hidden, two_i // 2, layer_format(w13), dtype, False), w13.device)
+    return _allocate(_fields(tokens, top_k, w13.shape[2], w13.shape[1] // 2, layer_format(w13), dtype, False), w13.device)
 
 
 def fused_moe(
@@ -386,9 +389,8 @@ def fused_moe(
     checks.same_device(op, x=x, out=out)
     if impl == "torch":
         return out.copy_(fused_moe_ref(*args))
-    inter = d13.shape[1] // 2
-    fused = x.is_cuda and fuses_gemm1(routing.order.shape[0], d13.shape[0], inter, d13.shape[2], fmt, act.interleaved, arch_of(x.device))
-    fields = _fields(x.shape[0], routing.top_k, d13.shape[2], inter, fmt, x.dtype, fused)
+    fused = x.is_cuda and fuses_gemm1(routing.order.shape[0], d13, fmt, act.interleaved, arch_of(x.device))
+    fields = _fields(x.shape[0], routing.top_k, d13.shape[2], d13.shape[1] // 2, fmt, x.dtype, fused)
     if workspace is None:
         workspace = _allocate(fields, x.device)
     else:

@@ -1,7 +1,7 @@
 """`MoELayer`: router, experts and an optional shared expert as one module, in bf16 or quantized.
 
 forward: logits = hidden @ gate^T (fp32) -> route -> fused_moe (+ shared expert). On CUDA, with the router in hidden's 16-bit dtype, every
-step is a kernel of this library: one for the logits, two for the routing (three above 8192 pairs of token and expert), five for the experts.
+step is a kernel of this library: one for the logits, two for the routing (three above 1024 pairs of token and expert), at most five for the experts.
 A router in fp32 goes through torch.
 """
 
@@ -238,7 +238,7 @@ class MoELayer(Experts):
             TypeError, ValueError: arguments that do not fit, named.
             RuntimeError: a first compile under graph capture or after `freeze()`.
 
-        Cost: eight launches, nine above 8192 pairs of token and expert (T * top_k); about ten more for a shared expert.
+        Cost: eight launches, nine above 1024 pairs of token and expert (T * top_k) where GEMM1 is not fused; about ten more for a shared expert.
         """
         op = "MoELayer"
         checks.is_tensor(op, "hidden", hidden)

@@ -63,6 +63,7 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
     from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel, stream_tile
     from moe_ops.layer.fused import fuses_gemm1, hands_out_tiles, layer_format
 
+    data = w13.data if isinstance(w13, QTensor) else w13
     experts, two_i, hidden = w13.shape
     arch, fmt = arch_of(w13.device), layer_format(w13)
     scheme = "fp8_block" if fmt == "mxfp8_folded" else fmt
@@ -70,7 +71,7 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
     def choice(tokens: int) -> tuple[Any, ...]:
         rows = tokens * top_k
         first, second = (GroupedGemmProblem(rows, experts, n, k, scheme) for n, k in ((two_i, hidden), (hidden, two_i // 2)))
-        fused = fuses_gemm1(rows, experts, two_i // 2, hidden, fmt, False, arch)
+        fused = fuses_gemm1(rows, data, fmt, False, arch)
         dynamic = hands_out_tiles(rows, two_i, arch)
         return (
             heuristic(first, arch),

@@ -128,7 +128,7 @@ def test_activation_scales_in_both_stride_orders(device, layout):
 def test_out_of_range_offsets_and_order_stay_inside(device):
     """Garbage in offsets and order reads and writes nothing out of bounds (clamped), and ends."""
     a, sa, w, sw = operands("fp8_block", (4,), 3, 64, 128, device)
-    for offsets in ([0, 10**6, -5, 8], [-(2**31), 2**31 - 1, 0, 3], [5, 4, 3, 2]):
+    for offsets in ([0, 10**6, -5, 8], [-(2**31), 2**31 - 1, 0, 3], [5, 4, 3, 2], [0, 8, -(2**31), 8], [7, -(2**31), 0, 8]):
         order = torch.tensor([-7, 2**31 - 1, 3, 0, 1, 2, 9, 8], dtype=torch.int32, device=device)
         given = torch.tensor(offsets, dtype=torch.int32, device=device)
         out = _grouped_gemm_triton(a, sa, w, sw, None, given, order, 2, "fp8_block", 1, torch.float32)

@@ -100,7 +100,7 @@ def test_chunked_form_equals_the_reference(name, device, monkeypatch):
 
 
 def test_the_chunked_form_takes_over_above_the_largest_step(device):
-    for tokens in (2048, 2049):
+    for tokens in (layout.LARGEST_STEP // 4, layout.LARGEST_STEP // 4 + 1):
         check(device, *ids_of(tokens, 4, 6), 6)
 
 
