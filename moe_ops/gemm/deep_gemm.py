@@ -1,4 +1,4 @@
-"""DeepGEMM behind our functions: the one file that calls the library (upstream, or the sgl-deep-gemm wheel).
+"""DeepGEMM (upstream, or the sgl-deep-gemm wheel) behind our functions: its layouts, and what can run.
 
 DeepGEMM wants its own row layouts, so rows are led there and back by two kernels of ours (deep_gemm_kernel.py):
 
@@ -6,17 +6,14 @@ DeepGEMM wants its own row layouts, so rows are led there and back by two kernel
     masked     | e0 .. | e1 .. | e2 .. |        experts start at multiples of a capacity, itself a multiple of ALIGNMENT; rows of each expert
 
 Activation scales are MN-major, as its kernels read them, so that it launches no transpose. Its alignment is a global of the process, which each
-call sets, checks and restores under a lock. What the library can do is found out by calling it, in a process of its own (deep_gemm_probe.py):
-a wheel that does not match libtorch imports well and fails in the first call, or takes the process with it.
+call sets, checks and restores under a lock (deep_gemm_library.py). What the library can do is found out by calling it, in a process of its own
+(deep_gemm_probe.py): a wheel that does not match libtorch imports well and fails in the first call, or takes the process with it.
 """
 
-import contextlib
 import functools
 import importlib.util
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,94 +21,10 @@ import torch
 
 from moe_ops.core.formats import as_bytes, as_e4m3, ceil_div
 from moe_ops.core.ops import register
+from moe_ops.gemm.deep_gemm_library import ALIGNMENT, INSTALL, call_library
 from moe_ops.gemm.grouped import _ref_into, dequantized
 from moe_ops.gemm.registry import Problem, Where
 from moe_ops.quant.scale_layout import _op as convert_scale
-
-#: Rows that every expert's rows start at a multiple of; DeepGEMM's default, and the tile that its contiguous kernels use.
-ALIGNMENT = 128
-#: Names of each function through the versions, newest first.
-NAMES = {
-    "dense": ("fp8_gemm_nt", "fp8_fp4_gemm_nt"),
-    "contiguous": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
-    "psum": ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
-    "bmm": ("fp8_einsum",),
-    "masked": ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
-}
-#: The versions that are known to work with torch 2.11 on an H200.
-INSTALL = "pip install sgl-deep-gemm==0.1.2 apache-tvm-ffi==0.1.9"
-
-_lock = threading.Lock()
-_warm: set[tuple[Any, ...]] = set()
-
-
-def library() -> Any:
-    """The module; imported on first use."""
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
-    return deep_gemm
-
-
-def _function(lib: Any, form: str) -> Callable[..., None]:
-    for name in NAMES[form]:
-        found = getattr(lib, name, None)
-        if found is not None:
-            return found
-    raise RuntimeError(f"deep_gemm has none of {', '.join(NAMES[form])}")
-
-
-@contextlib.contextmanager
-def alignment(lib: Any, rows: int) -> Iterator[None]:
-    """Within the context, the library's alignment of contiguous layouts is `rows`; afterwards what it was.
-
-    Raises:
-        RuntimeError: the library keeps another value, or a call changed it.
-    """
-    get = getattr(lib, "get_mk_alignment_for_contiguous_layout", None) or getattr(lib, "get_m_alignment_for_contiguous_layout", None)
-    put = getattr(lib, "set_mk_alignment_for_contiguous_layout", None)
-    if get is None:
-        raise RuntimeError("deep_gemm does not tell its alignment of contiguous layouts")
-    with _lock:
-        before = get()
-        if before != rows:
-            if put is None:
-                raise RuntimeError(f"deep_gemm's alignment of contiguous layouts is {before} and cannot be set; {rows} is needed")
-            put(rows)
-        try:
-            if get() != rows:
-                raise RuntimeError(f"deep_gemm's alignment of contiguous layouts is {get()} after it was set to {rows}")
-            yield
-        finally:
-            if put is not None and get() != before:
-                put(before)
-
-
-def call_library(form: str, shape: tuple[Any, ...], *args: Any, **options: Any) -> None:
-    """One call of the library, in the form `form`; `shape` is what its choice of kernel depends on.
-
-    Raises:
-        RuntimeError: the call would compile or load a kernel under graph capture or after `freeze()`.
-    """
-    key = (form, *shape, args[-1].device.index if form == "bmm" else args[2].device.index)
-    if key not in _warm:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if capturing or _is_frozen():
-            why = "while a CUDA graph is being captured" if capturing else "after moe_ops.freeze()"
-            raise RuntimeError(
-                f"deep_gemm: the {form} form has never run for sizes {shape} and cannot be compiled {why}: run the op once with these shapes before"
-            )
-    lib = library()
-    if form == "psum":
-        options["use_psum_layout"] = True
-    with alignment(lib, ALIGNMENT):
-        _function(lib, form)(*args, **options)
-    _warm.add(key)
-
-
-def _is_frozen() -> bool:
-    from moe_ops.core.launch import is_frozen
-
-    return is_frozen()
 
 
 def _recipe(fmt: str) -> dict[str, Any]:
@@ -185,11 +98,31 @@ def _into(
     )  # fmt: skip
 
 
+def in_place(a: torch.Tensor, a_scale: torch.Tensor, fmt: str) -> bool:
+    """Whether masked rows lie as DeepGEMM wants them: whole tiles for each expert, contiguous, MN-major fp32 scales."""
+    capacity, blocks = a.shape[1], a_scale.shape[2]
+    lies = capacity % ALIGNMENT == 0 and a.is_contiguous() and a.data_ptr() % 16 == 0
+    return fmt == "fp8_block" and capacity > 0 and lies and a_scale.stride() == (blocks * capacity, 1, capacity) and a_scale.data_ptr() % 16 == 0
+
+
+def _in_place(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
+    """The masked form without copies of rows: two launches, the first of which clamps the counts."""
+    (experts, capacity, k), n = a.shape, w.shape[1]
+    if experts == 0 or n == 0:
+        return
+    _check_weight("grouped_gemm", w)
+    operands = ((as_e4m3(a), a_scale), (as_e4m3(w), w_scale), out, counts.clamp(0, capacity))
+    call_library("masked", ("fp8_block", experts, capacity, capacity, n, k), *operands, capacity)
+
+
 def deep_gemm_grouped_into(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None, top_k: int,
     fmt: str, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """`grouped_gemm` by DeepGEMM: the form by what the library can and by the number of rows."""
+    if a.dim() == 3 and in_place(a, a_scale, fmt):
+        _in_place(a, a_scale, w, w_scale, offsets, out)
+        return
     can = features(a.device.index)
     if a.dim() == 3 or (can["masked"] is None and masked_form(out.shape[0], w.shape[0])):
         form = "masked"
@@ -357,6 +290,8 @@ def grouped_plan(p: Problem, where: Where) -> str:
         form = "masked"
     else:
         form = "psum" if can["psum"] is None else "contiguous"
+    if p.masked and p.fmt == "fp8_block" and p.layout == "mn_major" and p.rows // p.groups % ALIGNMENT == 0:
+        return "deep_gemm, masked form on the rows as they lie"
     return f"deep_gemm, {form} form, rows led there and back"
 
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from moe_ops.gemm import deep_gemm
+from moe_ops.gemm import deep_gemm, deep_gemm_library
 
 FORMS = ("contiguous", "masked", "psum", "dense", "bmm")
 COUNTS = (1, 70, 0, 130)
@@ -45,7 +45,7 @@ def last_words(text: str) -> str:
 
 def with_remedy(reason: str) -> str:
     """The reason, and what is known to help."""
-    hints = [f"known to work with torch 2.11: {deep_gemm.INSTALL}"]
+    hints = [f"known to work with torch 2.11: {deep_gemm_library.INSTALL}"]
     if deep_gemm.compiler() is None:
         hints.insert(0, "no nvcc was found, with which it compiles its kernels")
     return f"{reason} ({'; '.join(hints)})"
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda", int(argv[0]))
     torch.cuda.set_device(device)
     try:
-        deep_gemm.library()
+        deep_gemm_library.library()
     except Exception as failure:
         found = dict.fromkeys(FORMS, with_remedy(f"deep_gemm cannot be imported: {type(failure).__name__}: {last_words(str(failure))}"))
     else:

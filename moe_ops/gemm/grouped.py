@@ -242,7 +242,8 @@ def grouped_gemm(
         config: pins the kernel's config, so that calls of other shapes give the same bits.
 
     Returns:
-        (R, N) or (E, capacity, N) of out_dtype (`out` if given). Rows that no expert owns are undefined (untouched in `out`).
+        (R, N) or (E, capacity, N) of out_dtype (`out` if given). Rows that no expert owns are undefined (untouched in `out`; "deep_gemm" on masked
+        rows of whole 128s with mn_major scales works in place and may overwrite those up to the next multiple of 128 past a count).
 
     Numerics: fp32 accumulation; fp8_block promotes every 128 of K with both scales, mxfp8 every 32 (SM100 and newer: the block-scaled
         instruction). Same call, same bits. Counts and order are clamped: nothing is read or written out of bounds whatever they hold.

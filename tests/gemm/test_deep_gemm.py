@@ -11,7 +11,7 @@ import torch
 
 from moe_ops import Routing, bmm, dense_gemm, grouped_gemm, quantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, random_topk, relative_error, uneven
-from moe_ops.gemm import bmm_impls, deep_gemm, deep_gemm_probe, dense_impls, grouped_impls
+from moe_ops.gemm import bmm_impls, deep_gemm, deep_gemm_library, deep_gemm_probe, dense_impls, grouped_impls
 from moe_ops.gemm.grouped import _ref_into
 
 ALL = dict.fromkeys(deep_gemm_probe.FORMS)
@@ -68,6 +68,8 @@ class StandIn(types.ModuleType):
     def fp8_m_grouped_gemm_nt_masked(self, a, b, d, masked_m, expected_m, recipe_a=None, recipe_b=None):
         assert expected_m > 0 and a[0].shape[1] % 128 == 0
         self.calls.append("masked")
+        self.operand = a[0]
+        assert int(masked_m.max()) <= a[0].shape[1]
         x, w = dequantize(a, False), dequantize(b, True)
         for e, count in enumerate(masked_m.tolist()):
             d[e, : -(-count // 64) * 64] = (x[e, : -(-count // 64) * 64] @ w[e].T).bfloat16()
@@ -90,9 +92,9 @@ class StandIn(types.ModuleType):
 @pytest.fixture
 def lib(monkeypatch):
     stand_in = StandIn()
-    monkeypatch.setattr(deep_gemm, "library", lambda: stand_in)
+    monkeypatch.setattr(deep_gemm_library, "library", lambda: stand_in)
     monkeypatch.setattr(deep_gemm, "features", lambda index: ALL)
-    monkeypatch.setattr(deep_gemm, "_warm", set())
+    monkeypatch.setattr(deep_gemm_library, "_warm", set())
     return stand_in
 
 
@@ -149,6 +151,22 @@ def test_tail_masked_rows_of_any_capacity(lib, device, fmt, capacity):
     assert lib.calls == ["masked"] and relative_error(out, ref) < 2e-3
     for e, c in enumerate(counts):
         assert (out[e, c:] == 5.0).all()
+
+
+@pytest.mark.parametrize("capacity", [128, 256])
+def test_masked_rows_that_lie_right_are_not_copied(lib, device, capacity):
+    """Whole tiles and MN-major scales: the library reads and writes in place, counts are clamped, and rows of whole tiles of nobody stay."""
+    counts = [0, 1, capacity + 9, 65]
+    a, sa, w, sw = operands("fp8_block", (4, capacity), 4, 64, 256, device, "mn_major")
+    assert deep_gemm.in_place(a, sa, "fp8_block") and not deep_gemm.in_place(a, sa.contiguous(), "fp8_block")
+    assert not deep_gemm.in_place(a[:, :100], sa[:, :100], "fp8_block")
+    out, ref = (torch.full((4, capacity, 64), 5.0, dtype=t, device=device) for t in (torch.bfloat16, torch.float32))
+    deep_gemm.deep_gemm_grouped_into(a, sa, w, sw, ints(counts, device), None, 1, "fp8_block", out)
+    _ref_into(a, sa, w, sw, None, ints(counts, device), None, 1, "fp8_block", 1, ref)
+    assert lib.calls == ["masked"] and lib.operand is not None and lib.operand.data_ptr() == a.data_ptr()
+    for e, c in enumerate(counts):
+        filled = min(c, capacity)
+        assert relative_error(out[e, :filled], ref[e, :filled]) < 2e-3 and (out[e, -(-filled // 128) * 128 :] == 5.0).all()
 
 
 @pytest.mark.parametrize("tokens,form", [(5, "masked"), (60, "psum")])
@@ -238,15 +256,15 @@ def test_bmm_of_heads_in_the_layout_of_attention(lib, device, tokens, heads, n, 
 
 
 def test_alignment_is_restored_after_a_failure_and_asserted(lib):
-    with pytest.raises(RuntimeError, match="inside"), deep_gemm.alignment(lib, 128):
+    with pytest.raises(RuntimeError, match="inside"), deep_gemm_library.alignment(lib, 128):
         assert lib.aligned_to == 128
         raise RuntimeError("inside")
     assert lib.aligned_to == 64
     lib.set_mk_alignment_for_contiguous_layout = lambda value: None
-    with pytest.raises(RuntimeError, match="alignment of contiguous layouts is 64 after it was set to 128"), deep_gemm.alignment(lib, 128):
+    with pytest.raises(RuntimeError, match="alignment of contiguous layouts is 64 after it was set to 128"), deep_gemm_library.alignment(lib, 128):
         pass
     lib.set_mk_alignment_for_contiguous_layout = None
-    with pytest.raises(RuntimeError, match="is 64 and cannot be set; 128 is needed"), deep_gemm.alignment(lib, 128):
+    with pytest.raises(RuntimeError, match="is 64 and cannot be set; 128 is needed"), deep_gemm_library.alignment(lib, 128):
         pass
 
 
@@ -268,7 +286,7 @@ def test_graph_first_call_of_a_shape_is_refused_when_frozen(lib, device):
 
 def test_env_a_version_without_the_function_says_which(lib):
     with pytest.raises(RuntimeError, match="deep_gemm has none of m_grouped_fp8_gemm_nt_masked, m_grouped_fp8_fp4_gemm_nt_masked"):
-        deep_gemm._function(types.ModuleType("deep_gemm"), "masked")
+        deep_gemm_library._function(types.ModuleType("deep_gemm"), "masked")
 
 
 # ---- the probe

@@ -49,6 +49,18 @@ def test_library_on_real_shapes(real, e, n, k, counts):
     assert torch.equal(again[: sum(counts)], out[: sum(counts)]) and (again[sum(counts) :] == 5.0).all()
 
 
+@pytest.mark.parametrize("capacity", [128, 384])
+def test_library_masked_in_place(real, capacity):
+    counts = [0, 1, capacity + 7, capacity - 1]
+    a = quantize(uneven((4, capacity, 512), seed=1).cuda(), "fp8_block", layout="mn_major")
+    assert deep_gemm.in_place(a.data, a.scale, "fp8_block")
+    w = quantize_weight(uneven((4, 384, 512), seed=2).cuda(), "fp8_block")
+    out = grouped_gemm(a, w, ints(counts, "cuda"), impl="deep_gemm")
+    ref = grouped_gemm(a, w, ints(counts, "cuda"), impl="torch", out_dtype=torch.float32)
+    for i, c in enumerate(counts):
+        assert relative_error(out[i, :c], ref[i, :c]) <= 2e-3
+
+
 @pytest.mark.parametrize("capacity", [8, 100, 256])
 def test_library_masked(real, capacity):
     counts = [0, 1, capacity, capacity - 1]

@@ -87,6 +87,8 @@ def test_forms_that_the_library_lacks_are_gone_round(monkeypatch, installed):
         return [deep_gemm.grouped_reason(p, HOPPER) or deep_gemm.grouped_plan(p, HOPPER).split()[1] for p in (packed, few, masked)]
 
     assert forms() == ["psum", "masked", "masked"]
+    lies = Problem("grouped_gemm", "fp8_block", 1024, 3072, 4096, 8, masked=True, layout="mn_major")
+    assert deep_gemm.grouped_plan(lies, HOPPER) == "deep_gemm, masked form on the rows as they lie"
     assert forms(psum="no psum") == ["contiguous", "masked", "masked"]
     assert forms(masked="no masked") == ["psum", "psum", "no masked"]
     assert forms(psum="no psum", contiguous="none", masked="no masked") == ["none; no psum", "none; no psum", "no masked"]
