@@ -1,4 +1,7 @@
-"""DeepGEMM itself behind our functions, on a GPU, where it is installed and works: real shapes, empty experts, tails, graphs."""
+"""DeepGEMM itself behind our functions, on a GPU, where it is installed and works: real shapes, empty experts, tails, graphs.
+
+Every size is a kernel that the library compiles for seconds, so there are few.
+"""
 
 import pytest
 import torch
@@ -28,12 +31,11 @@ def real():
     "e,n,k,counts",
     [
         (8, 3072, 4096, [1] * 8),
-        (16, 4096, 1536, [64] * 16),
         (8, 4096, 7168, [948, 92, 15, 315, 34, 30, 244, 370]),
         (256, 256, 512, [1] + [0] * 16 + [129] + [0] * 237 + [3]),
         (4, 256, 512, [0] * 4),
     ],
-    ids=["Qwen3 decode", "Qwen3 m=64", "DeepSeek skew", "EMPTY: three of 256", "EMPTY: all"],
+    ids=["Qwen3 decode", "DeepSeek skew", "EMPTY: three of 256", "EMPTY: all"],
 )
 def test_library_on_real_shapes(real, e, n, k, counts):
     data = torch.randint(0, 0x70, (e, n, k), dtype=torch.uint8, device="cuda")
@@ -73,8 +75,8 @@ def test_library_masked(real, capacity):
         assert relative_error(out[i, :c], ref[i, :c]) <= 2e-3 and (out[i, c:] == 5.0).all()
 
 
-@pytest.mark.parametrize("m", [1, 8, 70, 300])
-@pytest.mark.parametrize("n,k", [(576, 7168), (2112, 7168), (7168, 2048)])
+@pytest.mark.parametrize("m", [1, 70])
+@pytest.mark.parametrize("n,k", [(576, 7168), (7168, 2048)])
 def test_library_dense(n, k, m):
     reason = deep_gemm.machine_reason(Where.of(torch.device("cuda")), ("dense",))
     if reason is not None:
@@ -114,7 +116,7 @@ def test_graph_first_call_under_capture_is_refused_and_leaves_the_process_well(r
     assert relative_error(grouped_gemm(a, w, offsets, impl="deep_gemm"), ref) <= 2e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 130])
+@pytest.mark.parametrize("tokens", [1, 130])
 @pytest.mark.parametrize("n,k", [(512, 128), (128, 512)], ids=["k_b_proj", "v_b_proj"])
 def test_library_bmm(n, k, tokens):
     reason = deep_gemm.machine_reason(Where.of(torch.device("cuda")), ("bmm",))
