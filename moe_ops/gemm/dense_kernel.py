@@ -174,7 +174,7 @@ def _dense_gemm_kernel(
     if FORMAT == "plain":
         acc = _walk_plain(a_rows, row_ok, w, w_row, col_ok, acc, first, last, K, BLOCK_N, BLOCK_K, SWAP, TMA)
     else:
-        sa_rows = a_rows
+        sa_rows = a_rows  # not read where the kernel quantizes
         if RULE == "given":
             sa_rows = sa_ptr + batch * stride_sab + out_row * stride_sam
         if FORMAT == "fp8_block":
