@@ -143,6 +143,19 @@ def test_layout_strided_operands_and_outputs(device, fmt):
     assert torch.isnan(room[:, :8]).all() and torch.isnan(room[:, 8 + n :]).all()
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("fmt,k", [("fp8_block", 576), ("fp8_block", 200), ("mxfp8", 224), ("plain", 200)])
+def test_tail_nothing_beyond_k_or_m_is_read(device, fmt, k, split):
+    """TAIL: K off the block grid inside a buffer of NaN, with NaN rows below: the result is that of the activation alone."""
+    for m, which in ((1, "swap"), (63, "rows")):
+        clean = uneven((m, k), seed=1).to(device)
+        room = torch.full((m + 3, k + 136), float("nan"), dtype=clean.dtype, device=device)
+        room[:m, 64 : 64 + k] = clean
+        parts, cfg = operands(fmt, m, 80, k, device, fused=fmt != "plain"), config(which, fmt, split)
+        got = call(_dense_gemm_triton, (room[:m, 64 : 64 + k], *parts[1:]), cfg=cfg)
+        assert torch.equal(got, call(_dense_gemm_triton, (clean, *parts[1:]), cfg=cfg)) and torch.isfinite(got).all()
+
+
 @pytest.mark.parametrize("layout", ["row_major", "mn_major"])
 def test_activation_scales_in_both_stride_orders(device, layout):
     x, w = uneven((9, 256), seed=1).to(device), quantize_weight(uneven((64, 256), seed=2).to(device), "fp8_block")
