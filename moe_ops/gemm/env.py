@@ -78,7 +78,8 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cuda_of_torch": torch.version.cuda,
-        "packages": {p: _version(p) for p in PACKAGES},
+        # torch's own word: it names the build, which a wheel's metadata may leave out
+        "packages": {p: _version(p) for p in PACKAGES} | {"torch": torch.__version__},
         "gpus": _gpus(),
         "nvcc": deep_gemm.compiler(),
         "caches": _caches(),
