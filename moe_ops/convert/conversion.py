@@ -15,10 +15,10 @@ from moe_ops.convert.compute import Reader, Worker
 from moe_ops.convert.journal import Journal, differences, sync_folder
 from moe_ops.convert.pieces import OutFile, layout
 from moe_ops.convert.planning import plan_tensors
-from moe_ops.convert.publish import copied_bytes, has_index, identity_of, publish, read_manifest
+from moe_ops.convert.publish import changed_files, copied, copied_bytes, has_index, identity_of, not_copied, publish, read_manifest
 from moe_ops.convert.quantizers import quantizer_for, warm_up
 from moe_ops.convert.report import Report
-from moe_ops.convert.source import MANIFEST, STATE, Checkpoint, ConvertError, read_source
+from moe_ops.convert.source import INDEX, MANIFEST, STATE, Checkpoint, ConvertError, read_source
 from moe_ops.convert.stream import FileWriter, ahead_of, check_file, cores, run
 from moe_ops.convert.types import Options, TensorPlan
 
@@ -26,6 +26,8 @@ from moe_ops.convert.types import Options, TensorPlan
 def plan_conversion(src: str | Path, options: Options) -> tuple[Checkpoint, TensorPlan, list[OutFile]]:
     """Read the source's headers and decide what becomes of each tensor and where it goes; see `convert` for what it raises."""
     source = read_source(src)
+    if (source.path / STATE).exists() and not source.alone:
+        raise ConvertError(f"convert: the source {source.path} is an unfinished conversion ({STATE}); finish it first")
     config = {**source.config, "quantization_config": source.quantization} if source.quantization else source.config
     plan = plan_tensors(config, source.tensors, options)
     return source, plan, layout(source, plan, {"moe_ops_format": options.format, "moe_ops_rounding": options.rule})
@@ -80,10 +82,13 @@ def convert(
     See also: tests/convert/, benchmarks/convert/bench_convert.py.
     """
     started, cpu = time.monotonic(), time.process_time()
-    options = Options(format, layout, rounding, stochastic, tuple(include), tuple(exclude), only, device)
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"convert: threads must be an int of at least 1 or None, got {threads!r}")
+    options = Options(format, layout, rounding, stochastic, include, exclude, only, device)  # type: ignore[arg-type]
     destination = Path(dst)
     source, plan, files = plan_conversion(src, options)
-    report = Report(source.name, str(dst), options, plan, {f.name: f.nbytes for f in files}, source.nbytes, left_out=source.left_out, dry_run=dry_run)
+    left_out = not_copied(source)
+    report = Report(source.name, str(dst), options, plan, {f.name: f.nbytes for f in files}, source.nbytes, left_out=left_out, dry_run=dry_run)
     quantizer_for(options)  # a device that is missing is an error before anything is written
     _check_places(source, destination)
     made = identity_of(source, files, report)
@@ -96,7 +101,11 @@ def convert(
         stamps = {file: [(source.path / file).stat().st_size, (source.path / file).stat().st_mtime_ns] for file in source.files}
         journal = Journal(destination, {**made, "files": stamps})
         try:
-            _carry_out(source, plan, files, destination, journal, options, report, threads, progress)
+            if journal.fresh and any(p.name != STATE for p in destination.iterdir()):
+                # killed when only the journal was left to be removed, or another process finished meanwhile
+                _already_there(destination, made, files, report, threads or cores())
+            else:
+                _carry_out(source, plan, files, destination, journal, options, report, threads, progress)
             journal.remove()
         finally:
             journal.close()
@@ -111,6 +120,9 @@ def _check_places(source: Checkpoint, destination: Path) -> None:
         raise ConvertError(f"convert: the destination {destination} must lie outside the source {source.path}, and the source outside of it")
     if destination.exists() and not destination.is_dir():
         raise ConvertError(f"convert: the destination {destination} is no folder")
+    for name in copied(source):
+        if not (source.path / name).is_file():
+            raise ConvertError(f"convert: {source.path / name} cannot be copied: it is a link to nothing, or no plain file")
 
 
 def _already_there(destination: Path, made: dict[str, Any], files: Sequence[OutFile], report: Report, threads: int) -> None:
@@ -129,6 +141,11 @@ def _already_there(destination: Path, made: dict[str, Any], files: Sequence[OutF
                 raise ConvertError(
                     f"convert: {destination / file.name} is damaged: it is not what {MANIFEST} says; remove {destination} and run again"
                 )
+    changed = changed_files(destination, found)
+    if changed:
+        raise ConvertError(
+            f"convert: {destination / changed[0]} is missing or not what {MANIFEST} says; put it back, or remove {destination} and run again"
+        )
     report.complete = True
 
 
@@ -176,6 +193,8 @@ def _carry_out(
     report.resumed = tuple(records)
     todo = [f for f in files if f.name not in records]
     _check_space(source, destination, files, records)
+    if todo:  # a result that was published and then damaged is not whole until it is published again
+        (destination / INDEX).unlink(missing_ok=True)
     rename = has_index(source, files)
     lock, gpu, reader = threading.Lock(), threading.Lock(), Reader(source)
 

@@ -55,6 +55,10 @@ class Journal:
         destination: folder of the result; it is made.
         fingerprint: of this conversion, as JSON.
 
+    Attributes:
+        done: file of the result -> its record.
+        fresh: no conversion had begun here.
+
     Raises:
         ConvertError: another process converts into the folder, or an unfinished conversion of other options or another source lies there.
     """
@@ -72,9 +76,12 @@ class Journal:
             raise ConvertError(f"convert: another process is converting into {destination}") from None
         except OSError as error:
             raise ConvertError(f"convert: cannot lock {destination}: {error.strerror}") from error
+        if not (self.folder / "lock").exists():  # removed between the opening and the locking of it
+            self._lock.release()
+            raise ConvertError(f"convert: another process has just finished with {destination}; run the command again")
         self._path = self.folder / "journal.jsonl"
-        #: file of the result -> its record
         self.done: dict[str, dict[str, Any]] = {}
+        self.fresh = True
         try:
             self._open(json.loads(json.dumps(fingerprint)), destination)
         except OSError as error:
@@ -89,6 +96,7 @@ class Journal:
 
     def _open(self, fingerprint: dict[str, Any], destination: Path) -> None:
         lines = self._whole_lines()
+        self.fresh = not lines
         if lines:
             changed = differences(lines[0], fingerprint)
             if changed:
@@ -98,6 +106,8 @@ class Journal:
                     f"finish it with the old ones, remove the folder, or choose another"
                 )
             self.done = {record["file"]: record for record in lines[1:]}
+        elif any(p != self.folder for p in destination.iterdir()):
+            return  # whatever lies there is not of a conversion that began; nothing is recorded
         # written anew: a torn line at the end would spoil the next
         write_file(self._path, b"".join(_line(r) for r in (fingerprint, *self.done.values())))
         self._file = open(self._path, "ab")  # noqa: SIM115 (open as long as the journal)

@@ -30,6 +30,12 @@ def copied(source: Checkpoint) -> dict[str, str]:
     return out
 
 
+def not_copied(source: Checkpoint) -> tuple[str, ...]:
+    """Files and folders of the source that are neither copied nor written anew."""
+    mine = {*copied(source), "config.json", MANIFEST}
+    return tuple(sorted({*source.left_out, *(f for f in source.others if f not in mine)}))
+
+
 def copied_bytes(source: Checkpoint) -> int:
     """Bytes of the files that are copied."""
     return sum((source.path / f).stat().st_size for f in copied(source))
@@ -61,8 +67,10 @@ def index_of(files: Sequence[OutFile]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def manifest(source: Checkpoint, files: Sequence[OutFile], records: Mapping[str, Mapping[str, Any]], report: Report) -> bytes:
-    """moe_ops_convert.json: how the result was made, a hash of every tensor, and the errors of every weight."""
+def manifest(
+    source: Checkpoint, files: Sequence[OutFile], records: Mapping[str, Mapping[str, Any]], report: Report, others: Mapping[str, str]
+) -> bytes:
+    """moe_ops_convert.json: how the result was made, a hash of every tensor and every other file, the errors of every weight, a hash of all that."""
     cuts: dict[str, int] = {}
     for entry in report.plan.entries:
         cuts |= cut_bytes(entry)
@@ -81,9 +89,37 @@ def manifest(source: Checkpoint, files: Sequence[OutFile], records: Mapping[str,
             }
             for f in files
         },
+        "others": dict(sorted(others.items())),
         "errors": {name: error.as_json() for name, error in report.errors().items()},
     }
+    content["sha256"] = _own_hash(content)
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _own_hash(content: Mapping[str, Any]) -> str:
+    """Hash of what a manifest says."""
+    rest = {k: v for k, v in content.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while raw := f.read(1 << 20):
+            digest.update(raw)
+    return digest.hexdigest()
+
+
+def changed_files(folder: Path, found: Mapping[str, Any]) -> list[str]:
+    """Files beside the weights that are missing or not what the manifest says.
+
+    Raises:
+        ConvertError: one that cannot be read.
+    """
+    try:
+        return [name for name, digest in found["others"].items() if not (folder / name).is_file() or _file_hash(folder / name) != digest]
+    except OSError as error:
+        raise ConvertError(f"convert: cannot read {error.filename}: {error.strerror}") from error
 
 
 def _front_matter(source: Checkpoint) -> list[str]:
@@ -106,14 +142,17 @@ def _front_matter(source: Checkpoint) -> list[str]:
     return out
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path) -> str:
+    """Copy a file, durably; the hash of the copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")
     shutil.copyfile(source, temporary)
     with open(temporary, "rb+") as f:
         os.fsync(f.fileno())
+    digest = _file_hash(temporary)
     os.replace(temporary, target)
     sync_folder(target.parent)
+    return digest
 
 
 def publish(source: Checkpoint, files: Sequence[OutFile], destination: Path, records: Mapping[str, Mapping[str, Any]], report: Report) -> None:
@@ -122,17 +161,20 @@ def publish(source: Checkpoint, files: Sequence[OutFile], destination: Path, rec
     Raises:
         ConvertError: a file that cannot be read or written.
     """
-    configs = output_config(source.config, report.options, report.plan)
+    written = output_config(source.config, report.options, report.plan)
+    index = index_of(files) if has_index(source, files) else None
+    others = {}
     try:
         for name, new in sorted(copied(source).items()):
-            if new not in configs:
-                _copy(source.path / name, destination / new)
-        write_file(destination / CARD, card(report, source, __version__, _front_matter(source)).encode())
-        for name, content in sorted(configs.items(), reverse=True):
+            if new not in written:
+                others[new] = _copy(source.path / name, destination / new)
+        written = {CARD: card(report, source, __version__, _front_matter(source)).encode(), **dict(sorted(written.items(), reverse=True))}
+        for name, content in written.items():
             write_file(destination / name, content)
-        write_file(destination / MANIFEST, manifest(source, files, records, report))
-        if has_index(source, files):
-            write_file(destination / INDEX, index_of(files))
+        others |= {name: hashlib.sha256(content).hexdigest() for name, content in (*written.items(), (INDEX, index)) if content is not None}
+        write_file(destination / MANIFEST, manifest(source, files, records, report, others))
+        if index is not None:
+            write_file(destination / INDEX, index)
         else:
             (only,) = files
             temporary = destination / f"{only.name}.tmp"
@@ -152,6 +194,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not (folder / MANIFEST).exists():
         return None
     content = read_json(folder / MANIFEST)
-    if not isinstance(content, dict) or not isinstance(content.get("files"), dict) or not isinstance(content.get("options"), dict):
+    if not isinstance(content, dict) or content.get("sha256") != _own_hash(content):
         raise ConvertError(f"convert: {folder / MANIFEST} is damaged")
     return content

@@ -1,6 +1,8 @@
 """What a conversion did: counts, sizes and errors, for people, machines and the model card."""
 
+import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,7 +170,7 @@ class Report:
         counts = self.counts()
         lines = [f"{self.source} -> {self.destination}: {self.options.format}, rounding {self.options.rule}, layout {self.options.layout}"]
         if self.complete:
-            lines.append("already complete; every byte was verified")
+            lines.append("already complete; every byte of it was verified; of the source, headers and config were compared (all: verify --against)")
         parts = [f"{n} {kind}" for kind, n in counts.items() if n]
         lines.append(f"family {self.plan.family or 'unknown'}, source {held_in(self.plan)}; tensors: {', '.join(parts)}")
         if counts["reencoded"] and not self.dry_run:
@@ -218,7 +220,7 @@ def card(report: Report, source: Checkpoint, version: str, front: Sequence[str])
         front: lines of the source's front matter to keep (its licence, language and task).
     """
     options, counts = report.options, report.counts()
-    lines = ["---", f"base_model: {source.name}", "base_model_relation: quantized"]
+    lines = ["---", f"base_model: {_yaml(source.name)}", "base_model_relation: quantized"]
     lines += [*front, "tags:", f"- {options.format}", *(["- compressed-tensors"] if options.layout == "compressed-tensors" else []), "---", ""]
     lines += [f"# {source.name.rpartition('/')[2]}, {options.format}", ""]
     block = (
@@ -254,6 +256,13 @@ def card(report: Report, source: Checkpoint, version: str, front: Sequence[str])
     lines += ["", f"Tensors that are kept bit for bit: {'; '.join(reasons)}."] if reasons else []
     lines += ["", *(f"Note: {w}." for w in report.plan.warnings)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _yaml(name: str) -> str:
+    """A name as YAML reads it back: in quotes, where it is not plainly a hub id or a word."""
+    plain = re.fullmatch(r"[A-Za-z][\w.-]*(/[\w.-]+)?", name, re.ASCII)
+    word = name.lower() in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+    return name if plain and not word else json.dumps(name, ensure_ascii=False)
 
 
 def _link(source: Checkpoint) -> str:

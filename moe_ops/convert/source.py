@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ SINGLE = "model.safetensors"
 #: Our own record beside a result, and the folder that exists while a conversion runs.
 MANIFEST = "moe_ops_convert.json"
 STATE = ".moe_ops_convert"
+
+#: How the shards of one model are named: number, how many there are.
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 
 _MAX_HEADER = 100 << 20  # the limit of the safetensors library
 #: Weights in other forms: they are not what the result holds, so they are not copied.
@@ -40,7 +44,7 @@ class Checkpoint:
         config: content of config.json, {} where it is missing.
         quantization: config of quantization: from config.json, else hf_quant_config.json.
         others: files beside the weights, to be copied (relative, sorted).
-        left_out: weights in other forms and hidden folders, which are not copied.
+        left_out: weights in other forms, hidden folders and links to folders, which are not copied.
         alone: the source is one file, whatever lies beside it.
     """
 
@@ -70,7 +74,7 @@ def locate(path: str | Path) -> tuple[Path, str]:
     """
     local = Path(path)
     if local.exists():
-        return local, local.resolve().name
+        return local, _name_of(local)
     parts = str(path).split("/")
     if len(parts) != 2 or not all(p and not p.startswith(".") for p in parts):
         raise ConvertError(f"convert: {path} does not exist")
@@ -84,6 +88,15 @@ def locate(path: str | Path) -> tuple[Path, str]:
         raise ConvertError(f"convert: {path} is no local folder and could not be fetched: {error}") from error
 
 
+def _name_of(path: Path) -> str:
+    """The name of a local folder or file: its last part, or the hub id where it lies in the cache of the hub."""
+    called = Path(os.path.abspath(path))
+    for folder in (*called.parents, *path.resolve().parents):
+        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
+            return folder.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return called.name
+
+
 def read_json(path: Path) -> Any:
     """Content of a JSON file.
 
@@ -92,7 +105,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConvertError(f"convert: cannot read {path}: {error}") from error
 
 
@@ -116,7 +129,8 @@ def read_header(path: Path) -> tuple[dict[str, Source], dict[str, str], str]:
         header = json.loads(raw)
         metadata = {str(k): str(v) for k, v in (header.pop("__metadata__", None) or {}).items()}
         entries = sorted(((v["data_offsets"], name, v) for name, v in header.items()), key=lambda e: (e[0], e[1]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        "".join(header).encode()  # half of a surrogate pair stands for no character
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConvertError(f"convert: {path} has a damaged header: {error!r}") from None
     start = 8 + length
     tensors: dict[str, Source] = {}
@@ -132,8 +146,10 @@ def read_header(path: Path) -> tuple[dict[str, Source], dict[str, str], str]:
 
 def _source(path: Path, name: str, entry: dict[str, Any], offsets: Any, at: int, start: int, size: int) -> Source:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in offsets)
+        dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
+        begin, end = offsets
+        if not all(type(n) is int for n in (*shape, begin, end)):
+            raise ValueError("shape and data_offsets must be integers")
     except (ValueError, KeyError, TypeError) as error:
         raise ConvertError(f"convert: {path}: damaged entry of tensor {name!r}: {error!r}") from None
     if dtype not in DTYPES:
@@ -164,7 +180,14 @@ def _weight_files(path: Path) -> tuple[list[str], dict[str, str] | None]:
         return files, declared
     if (path / SINGLE).exists():
         return [SINGLE], None
-    return sorted(p.name for p in path.glob("*.safetensors")), None
+    files = sorted(p.name for p in path.glob("*.safetensors"))
+    found = [m for m in map(_SHARD.fullmatch, files) if m]
+    for stem, total in sorted({(m["stem"], m["total"]) for m in found}):
+        there = {int(m["number"]) for m in found if (m["stem"], m["total"]) == (stem, total)}
+        if len(there) < int(total):
+            lost = next(n for n in range(0 if 0 in there else 1, int(total) + 1) if n not in there)
+            raise ConvertError(f"convert: {path} holds no {INDEX}, and of {int(total)} shards {stem}-*-of-{total} only {len(there)}: no {lost}")
+    return files, None
 
 
 def read_source(path: str | Path) -> Checkpoint:
@@ -218,17 +241,26 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     if not isinstance(config, dict):
         raise ConvertError(f"convert: {folder / 'config.json'} holds no object")
     nested = config.get("text_config")
+    where = folder / "config.json"
     quantization = config.get("quantization_config") or (nested.get("quantization_config") if isinstance(nested, dict) else None)
     if not quantization and (folder / "hf_quant_config.json").exists():
-        quantization = read_json(folder / "hf_quant_config.json")
+        where = folder / "hf_quant_config.json"
+        quantization = read_json(where)
+    inner = quantization.get("quantization") or {} if isinstance(quantization, dict) else quantization
+    if quantization and not isinstance(inner, dict):
+        raise ConvertError(f"convert: {where} describes the quantization by something that is no object: {str(quantization)[:80]!r}")
     return config, quantization or None
 
 
 def _others(folder: Path, files: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     others, left_out = [], []
     weights = set(files)
-    for root, folders, names in os.walk(folder):
-        hidden = [f for f in folders if f.startswith(".")]
+
+    def refuse(error: OSError) -> None:
+        raise ConvertError(f"convert: cannot read {error.filename}: {error.strerror}")
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        hidden = [f for f in folders if f.startswith(".") or os.path.islink(os.path.join(root, f))]
         left_out += [os.path.relpath(os.path.join(root, f), folder) + "/" for f in hidden]
         folders[:] = sorted(f for f in folders if f not in hidden)
         for name in sorted(names):

@@ -77,9 +77,12 @@ class Options:
         if self.stochastic is not None and (isinstance(self.stochastic, bool) or not isinstance(self.stochastic, int)):
             raise TypeError(f"convert: stochastic must be an int seed or None, got {self.stochastic!r}")
         for name in ("include", "exclude"):
-            if isinstance(getattr(self, name), str):
+            if isinstance(getattr(self, name), (str, bytes)):
                 raise TypeError(f"convert: {name} must be a sequence of patterns, got the string {getattr(self, name)!r}")
             object.__setattr__(self, name, tuple(getattr(self, name)))
+            wrong = [p for p in getattr(self, name) if not isinstance(p, str)]
+            if wrong:
+                raise TypeError(f"convert: {name} must hold patterns as strings, got {wrong[0]!r}")
 
     @property
     def fmt(self) -> Format:

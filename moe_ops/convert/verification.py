@@ -17,7 +17,7 @@ from moe_ops.convert.compute import Done, Reader, Worker
 from moe_ops.convert.conversion import plan_conversion
 from moe_ops.convert.pairing import Tensors, quantization_of, sort_tensors
 from moe_ops.convert.pieces import PIECE, OutFile, digest_of_cuts
-from moe_ops.convert.publish import read_manifest
+from moe_ops.convert.publish import CARD, changed_files, read_manifest
 from moe_ops.convert.quantizers import warm_up
 from moe_ops.convert.report import Error, error_of
 from moe_ops.convert.source import INDEX, MANIFEST, STATE, Checkpoint, ConvertError, read_json, read_source
@@ -96,13 +96,15 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
     Returns:
         Verification; `ok` says whether anything is wrong. Checked are the headers, the index and its total_size, that every FP8 weight has exactly
         one scale of the right name, dtype and shape and the other way round, NaN in elements and scales (E8M0 byte 255), the config keys that
-        readers need, that the modules left unquantized are named there, and the hashes of the manifest.
+        readers need, that the modules left unquantized are named there, and the hashes of the manifest, of tensors and of other files.
 
     Raises:
         ConvertError: no such folder, a source that cannot be read, or a device that is not there.
 
     See also: tests/convert/test_verify.py.
     """
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"verify: threads must be an int of at least 1 or None, got {threads!r}")
     out = Verification(str(dst))
     if not Path(dst).is_dir():
         raise ConvertError(f"verify: {dst} is no folder")
@@ -122,8 +124,14 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
     out.kept = len(found.tensors) - out.quantized - len(scales)
     if not out.quantized:
         out.problems.append("no tensor is quantized")
-    _check_index(found, out)
-    _check_config(found, tensors, config, out, made is not None)
+    try:
+        _check_index(found, out)
+        _check_config(found, tensors, config, out, made is not None)
+        for name in changed_files(found.path, made) if made is not None else ():
+            text = f"{name} is missing or not what {MANIFEST} says"
+            (out.notes if name == CARD else out.problems).append(text)  # people add to a card
+    except ConvertError as error:
+        out.problems.append(str(error).removeprefix("convert: "))
     _check_bytes(found, tensors, scales, made, out, threads or cores())
     if against is not None:
         if made is not None:

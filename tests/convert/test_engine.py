@@ -250,3 +250,24 @@ def test_gpu_writes_the_bytes_of_the_cpu(options, pristine, tmp_path, content, m
     for name in ("moe_ops_convert.json", "README.md"):  # errors are summed in another order
         a.pop(name), b.pop(name)
     assert a == b
+
+
+@pytest.mark.parametrize("name", ("a: b #c", "@at", "null", "{}", "7", 'mod\u00e8le "x"', "plain-name_2.5"))
+def test_front_matter_of_the_card_is_yaml_whatever_the_name(name, single, tmp_path):
+    yaml = pytest.importorskip("yaml")
+    convert(single.rename(tmp_path / name), tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("---\n")[1])["base_model"] == name
+    assert ("base_model: plain-name_2.5\n" in text) == (name == "plain-name_2.5")
+
+
+@pytest.mark.parametrize("threads", (0, -1, 1.5, "2", True))
+def test_threads_are_checked_before_anything_is_written(threads, single, tmp_path):
+    with pytest.raises(ValueError, match="threads must be an int of at least 1 or None"):
+        convert(single, tmp_path / "out", threads=threads)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_pattern_is_no_list_of_patterns(single, tmp_path):
+    with pytest.raises(TypeError, match=r"include must be a sequence of patterns, got the string 're:\.\*'"):
+        convert(single, tmp_path / "out", include="re:.*")

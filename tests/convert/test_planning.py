@@ -177,6 +177,7 @@ def test_options_that_fit_nothing(options, text):
         ({"only": "attention"}, ValueError, "only must be 'experts' or None"),
         ({"stochastic": 1.5}, TypeError, "stochastic must be an int seed"),
         ({"include": "re:.*"}, TypeError, "include must be a sequence of patterns"),
+        ({"exclude": [1]}, TypeError, "exclude must hold patterns as strings, got 1"),
     ],
 )
 def test_options_are_checked(options, error, text):

@@ -257,3 +257,53 @@ def test_journal_is_json_lines(stopped):
     out = stopped(2)
     lines = [json.loads(line) for line in (out / STATE / "journal.jsonl").read_text().splitlines()]
     assert lines[0]["options"]["format"] == "mxfp8" and [r["file"] for r in lines[1:]] == SHARDS[:2]
+
+
+@pytest.mark.parametrize("name", ("config.json", "tokenizer.json", "assets/chat.jinja", "README.md", INDEX, SHARDS[0]))
+def test_a_complete_result_is_more_than_its_weights(name, pristine, tmp_path):
+    convert(pristine, tmp_path / "out")
+    (tmp_path / "out" / name).unlink()
+    with pytest.raises(ConvertError, match=name):
+        convert(pristine, tmp_path / "out")
+
+
+def test_killed_while_the_journal_is_removed(pristine, tmp_path, whole, content):
+    """The result is whole and published then; another command must not take it for something unfinished of its own."""
+    out = tmp_path / "out"
+    convert(pristine, out)
+    (out / STATE).mkdir()
+    (out / STATE / "lock").touch()
+    with pytest.raises(ConvertError, match="holds another conversion: options.format was 'mxfp8'"):
+        convert(pristine, out, format="fp8_block")
+    assert {k: v for k, v in content(out).items() if not k.startswith(STATE)} == whole
+    stamps = {p: p.stat().st_mtime_ns for p in out.iterdir() if p.is_file()}
+    assert convert(pristine, out).complete and content(out) == whole
+    assert stamps == {p: p.stat().st_mtime_ns for p in out.iterdir() if p.is_file()}
+
+
+def test_a_lock_that_its_holder_removed_is_not_taken(pristine, tmp_path, monkeypatch):
+    """The other process finished between our opening of the file and our locking of it."""
+
+    class Late(FileLock):
+        def acquire(self, *args, **kwargs):
+            found = super().acquire(*args, **kwargs)
+            os.unlink(self.lock_file)
+            return found
+
+    monkeypatch.setattr(journal, "FileLock", Late)
+    with pytest.raises(ConvertError, match="has just finished"):
+        convert(pristine, tmp_path / "out")
+
+
+def test_a_published_result_that_was_damaged_is_unpublished_first(pristine, tmp_path, whole, content, monkeypatch):
+    """Killed after the index was written, before the journal went; then a shard was damaged."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "remove", lambda self: None)
+        convert(pristine, out)
+    os.truncate(out / SHARDS[1], 100)
+    seen = []
+    original = stream.FileWriter.__init__
+    monkeypatch.setattr(stream.FileWriter, "__init__", lambda self, *a: (seen.append((out / INDEX).exists()), original(self, *a))[1])
+    convert(pristine, out)
+    assert seen == [False] and content(out) == whole

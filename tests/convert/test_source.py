@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_ops.convert import ConvertError, convert
-from moe_ops.convert.source import read_source
+from moe_ops.convert.source import STATE, read_source
 
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -115,6 +115,53 @@ def both_forms(source):
     (source / "model.safetensors").write_bytes((source / FIRST).read_bytes())
 
 
+def index_lost_and_a_shard_too(source):
+    (source / INDEX).unlink()
+    (source / SECOND).unlink()
+
+
+def unfinished_conversion(source):
+    (source / STATE).mkdir()
+
+
+def offsets_are_text(source):
+    edit_header(source / FIRST, lambda h: h[EXPERT].update(data_offsets=[str(n) for n in h[EXPERT]["data_offsets"]]))
+
+
+def shape_is_no_integer(source):
+    edit_header(source / FIRST, lambda h: h[EXPERT].update(shape=[384.0, 256]))
+
+
+def name_is_no_text(source):
+    edit_header(source / FIRST, lambda h: h.update({"\ud800": h.pop(EXPERT)}))
+
+
+def deep_header(source):
+    raw = b"[" * 100_000
+    (source / FIRST).write_bytes(struct.pack("<Q", len(raw)) + raw)
+
+
+def deep_config(source):
+    (source / "config.json").write_text("[" * 100_000)
+
+
+def quantization_is_no_object(source):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": "fp8"}))
+
+
+def modelopt_is_no_object(source):
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": 5}))
+
+
+def file_beside_that_is_gone(source):
+    (source / "merges.txt").symlink_to(source / "gone")
+
+
+def file_beside_that_is_a_pipe(source):
+    os.mkfifo(source / "pipe")
+
+
 DAMAGE = {
     truncate: (SECOND, "truncated"),
     lengthen: (SECOND, "longer than its header says"),
@@ -135,6 +182,17 @@ DAMAGE = {
     index_that_leaves_the_folder: (INDEX, "outside its folder"),
     index_is_no_json: (INDEX, "cannot read"),
     config_is_no_json: ("config.json", "cannot read"),
+    index_lost_and_a_shard_too: (INDEX, "of 3 shards model-*-of-00003 only 2: no 2"),
+    unfinished_conversion: ("unfinished conversion", STATE),
+    offsets_are_text: (FIRST, "damaged header"),
+    shape_is_no_integer: (FIRST, EXPERT, "integers"),
+    name_is_no_text: (FIRST, "damaged header"),
+    deep_header: (FIRST, "damaged header"),
+    deep_config: ("config.json", "cannot read"),
+    quantization_is_no_object: ("config.json", "'fp8'"),
+    modelopt_is_no_object: ("hf_quant_config.json", "no object"),
+    file_beside_that_is_gone: ("merges.txt", "cannot be copied"),
+    file_beside_that_is_a_pipe: ("pipe", "cannot be copied"),
     both_forms: ("model.safetensors", INDEX),
 }
 
@@ -195,3 +253,26 @@ def test_headers_give_what_safetensors_gives(pristine):
             assert (s.file, s.shape) == (file, tuple(t.shape)) and raw == t.contiguous().view(torch.uint8).numpy().tobytes()
     assert found.others == ("README.md", "assets/chat.jinja", "config.json", "tokenizer.json")
     assert found.left_out == (".cache/", "pytorch_model.bin")
+
+
+def test_the_cache_of_the_hub(pristine, tmp_path):
+    """Links to blobs, under the id of the model."""
+    snapshot, blobs = tmp_path / "models--acme--tiny--moe" / "snapshots" / ("0" * 40), tmp_path / "models--acme--tiny--moe" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in (p for p in pristine.iterdir() if p.is_file()):
+        (blobs / f"blob of {path.name}").write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/blob of {path.name}")
+    report = convert(snapshot, tmp_path / "out")
+    assert report.source == "acme/tiny--moe" and not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
+    assert "\nbase_model: acme/tiny--moe\n" in (tmp_path / "out" / "README.md").read_text()
+    assert report.source == read_source(snapshot / FIRST).name
+
+
+def test_what_is_not_copied_is_told(source, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (source / "linked").symlink_to(tmp_path / "elsewhere")
+    for name in ("recipe.yaml", "README.source.md"):
+        (source / name).write_text("x")
+    left_out = convert(source, tmp_path / "out", dry_run=True).left_out
+    assert left_out == (".cache/", "README.source.md", "linked/", "pytorch_model.bin", "recipe.yaml")

@@ -236,3 +236,26 @@ def test_inspect(result, pristine):
     assert (plain["dialect"], plain["made_by"]) == ("bf16", None) and plain["parameters"] == found["parameters"]
     missing_scale(result)
     assert EXPERT in inspect(result)["problem"]
+
+
+@pytest.mark.parametrize("layout", ("hf", "modelopt"))
+def test_WHOLE_a_flipped_byte_is_found_in_every_file(layout, pristine, tmp_path):
+    convert(pristine, tmp_path / "out", layout=layout)
+    for path in (p for p in sorted((tmp_path / "out").rglob("*")) if p.is_file()):
+        raw = path.read_bytes()
+        for at in (0, len(raw) // 3, len(raw) // 2, len(raw) - 2):
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+            found = verify(tmp_path / "out")
+            if path.name == "README.md":  # people add to a card
+                assert found.ok and "README.md" in found.notes[0]
+            elif path.name != "moe_ops_convert.json" or json.loads(raw) != loaded(path):
+                assert not found.ok, (path.name, at)
+        path.write_bytes(raw)
+    assert verify(tmp_path / "out").ok
+
+
+def loaded(path):
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
