@@ -80,15 +80,17 @@ def arch_of(device: torch.device) -> Arch:
     return _cpu_arch(os.environ.get("MOE_OPS_ARCH"))
 
 
+def too_old_reason(arch: Arch) -> str | None:
+    """None when a CUDA GPU of this architecture has FP8, else why the library does not run there."""
+    return None if arch.has_fp8 else f"{arch.name} is SM{arch.capability}; FP8 needs SM89 or newer (Ada, Hopper, Blackwell)"
+
+
 def unsupported_reason(device: torch.device) -> str | None:
     """None when the library's kernels can run on `device` (a CPU runs the references), else why not."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
         return f"device type {device.type!r} is not supported; use 'cuda' (SM89 or newer) or 'cpu'"
-    arch = arch_of(device)
     if torch.version.hip is not None:
         return "ROCm devices are not supported; use an NVIDIA GPU (SM89 or newer) or 'cpu'"
-    if not arch.has_fp8:
-        return f"{arch.name} is SM{arch.capability}; FP8 needs SM89 or newer (Ada, Hopper, Blackwell)"
-    return None
+    return too_old_reason(arch_of(device))

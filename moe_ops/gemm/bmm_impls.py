@@ -7,7 +7,7 @@ import torch
 from moe_ops.gemm.bmm import bmm_ref
 from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm
 from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
-from moe_ops.gemm.grouped_impls import triton_reason
+from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.quant.quantize import _op as quantize_rows
 
@@ -17,10 +17,6 @@ def _triton_plan(p: Problem, where: Where) -> str:
     return f"Triton kernel, {'quantizing inside, ' if p.unquantized else ''}{config}"
 
 
-def _torch_reason(p: Problem, where: Where) -> str | None:
-    return None
-
-
 def _torch_plan(p: Problem, where: Where) -> str:
     return "fp32 product of the dequantized operands, head by head"
 
@@ -28,7 +24,7 @@ def _torch_plan(p: Problem, where: Where) -> str:
 IMPLEMENTATIONS = (
     Implementation("triton", True, triton_reason, _triton_plan),
     Implementation("deep_gemm", False, bmm_reason, bmm_plan),
-    Implementation("torch", True, _torch_reason, _torch_plan),
+    Implementation("torch", True, torch_reason, _torch_plan),
 )
 
 

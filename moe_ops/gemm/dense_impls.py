@@ -7,7 +7,7 @@ import torch
 from moe_ops.gemm.deep_gemm import deep_gemm_dense, dense_plan, dense_reason
 from moe_ops.gemm.dense import dense_gemm_ref
 from moe_ops.gemm.dense_config import FUSED_ROWS, DenseGemmProblem, heuristic
-from moe_ops.gemm.grouped_impls import triton_reason
+from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.gemm.torch_scaled import scaled_mm, scaled_mm_reason
 from moe_ops.quant.quantize import _op as quantize_rows
@@ -19,10 +19,6 @@ def _triton_plan(p: Problem, where: Where) -> str:
     return f"Triton kernel, {'quantizing inside, ' if fused else ''}{config}"
 
 
-def _torch_reason(p: Problem, where: Where) -> str | None:
-    return None
-
-
 def _torch_plan(p: Problem, where: Where) -> str:
     reason = scaled_mm_reason(p, where)
     return "torch._scaled_mm" if reason is None else f"fp32 product of the dequantized operands ({reason})"
@@ -31,7 +27,7 @@ def _torch_plan(p: Problem, where: Where) -> str:
 IMPLEMENTATIONS = (
     Implementation("triton", True, triton_reason, _triton_plan),
     Implementation("deep_gemm", False, dense_reason, dense_plan),
-    Implementation("torch", True, _torch_reason, _torch_plan),
+    Implementation("torch", True, torch_reason, _torch_plan),
 )
 
 

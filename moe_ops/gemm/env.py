@@ -54,13 +54,15 @@ def _gpus() -> list[dict[str, Any]]:
 def cache_state(path: Path) -> dict[str, Any]:
     """Where a compile cache is, how many entries it has, and whether this process can add to it."""
     try:
-        entries = len(os.listdir(path)) if path.exists() else 0
+        entries = len(os.listdir(path))
+    except FileNotFoundError:
+        entries = 0
     except OSError:
         entries = None
     parent = path
-    while not parent.exists() and parent != parent.parent:
+    while not os.path.exists(parent) and parent != parent.parent:  # a Path raises where a folder above may not be looked into
         parent = parent.parent
-    usable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
+    usable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
     return {"path": str(path), "entries": entries, "writable": usable}
 
 
@@ -104,7 +106,7 @@ def as_text(found: dict[str, Any]) -> str:
         state = f"{cache['entries']} entries" if cache["entries"] is not None else "unreadable"
         lines.append(f"{name} cache: {cache['path']}, {state}{'' if cache['writable'] else ', NOT WRITABLE: every process compiles anew'}")
     for title, answer in found["implementations"].items():
-        lines.append(f"{PROBLEMS[title].op}, {title}: {answer['chosen']}")
+        lines.append(f"{PROBLEMS[title].op}, {title}: {answer['chosen'] or 'nobody'}")
         lines += [f"  {name:<10}{'can' if entry['can'] else 'cannot'}: {entry['what']}" for name, entry in answer.items() if name != "chosen"]
     return "\n".join(lines)
 

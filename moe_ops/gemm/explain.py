@@ -51,7 +51,7 @@ class Explanation:
 
     def __getitem__(self, name: str) -> Entry:
         """The answer of the implementation called `name`."""
-        return next(entry for entry in self.entries if entry.name == name)
+        return {entry.name: entry for entry in self.entries}[name]
 
     def __str__(self) -> str:
         p = self.problem
@@ -78,8 +78,11 @@ def _where(device: torch.device | str | None) -> Where:
     if isinstance(device, str) and device.startswith("sm"):
         checks.one_of("explain", "device", device, tuple(f"sm{c}" for c in CAPABILITIES))
         return Where.of_capability(int(device.removeprefix("sm")))
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
         raise ValueError(f"explain: device must be 'cuda', 'cpu' or an architecture such as 'sm90', got {device!r}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"explain: there is no CUDA GPU here; ask about an architecture instead, for example device='sm90' (got {device!r})")
@@ -125,7 +128,7 @@ def explain(
         Explanation: `print` it for the table; `.chosen`, and `[name]` with `.reason` and `.plan`, for programs.
 
     Raises:
-        ValueError: an unknown op, format, dtype or device, or sizes that no operand can have. TypeError: sizes that are no integers.
+        ValueError: an unknown op, format, dtype or device, or sizes and kinds that `op` takes from nobody. TypeError: sizes that are no integers.
 
     Numerics: none; nothing is computed.
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from moe_ops.core import checks
+from moe_ops.core.arch import too_old_reason
 from moe_ops.gemm.deep_gemm import deep_gemm_grouped, grouped_plan, grouped_reason
 from moe_ops.gemm.grouped import _ref_into
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel
@@ -16,9 +17,12 @@ def triton_reason(p: Problem, where: Where) -> str | None:
     """None, or why the Triton kernels cannot run there."""
     if not where.cuda:
         return f"needs CUDA tensors, got {where.device}"
-    if where.arch.capability < 89:
-        return f"{where.arch.name} is SM{where.arch.capability}; FP8 needs SM89 or newer (Ada, Hopper, Blackwell)"
-    return None
+    return too_old_reason(where.arch)
+
+
+def torch_reason(p: Problem, where: Where) -> str | None:
+    """None, or why the public functions refuse tensors there whoever would compute."""
+    return too_old_reason(where.arch) if where.cuda else None
 
 
 def _triton_plan(p: Problem, where: Where) -> str:
@@ -29,10 +33,6 @@ def _triton_plan(p: Problem, where: Where) -> str:
     return "Triton kernel, " + ("the config given" if p.pinned else str(heuristic(problem, where.arch)))
 
 
-def _torch_reason(p: Problem, where: Where) -> str | None:
-    return None
-
-
 def _torch_plan(p: Problem, where: Where) -> str:
     reason = grouped_mm_reason(p, where)
     return "torch._grouped_mm" if reason is None else f"fp32 products of the dequantized operands, counts read on the host ({reason})"
@@ -41,7 +41,7 @@ def _torch_plan(p: Problem, where: Where) -> str:
 IMPLEMENTATIONS = (
     Implementation("triton", True, triton_reason, _triton_plan),
     Implementation("deep_gemm", False, grouped_reason, grouped_plan),
-    Implementation("torch", True, _torch_reason, _torch_plan),
+    Implementation("torch", True, torch_reason, _torch_plan),
 )
 
 

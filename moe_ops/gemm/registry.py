@@ -154,12 +154,29 @@ def choose(problem: Problem, where: Where, impl: str | None = None) -> Implement
 
 
 def check_problem(problem: Problem) -> None:
-    """Sizes and kinds that a problem can have, whoever computes it."""
+    """Refuse sizes and kinds that the function takes from nobody, whoever would compute."""
     op = problem.op
     checks.one_of(op, "format", problem.fmt, GEMM_FORMATS)
     for name in ("rows", "n", "k", "groups", "segments"):
         checks.int_range(op, name, getattr(problem, name), 0 if name == "rows" else 1, 2**31 - 1)
     if problem.fmt == "mxfp8" and problem.k % 32:
         raise ValueError(f"{op}: mxfp8 needs K % 32 == 0, got K = {problem.k}")
-    if problem.n % problem.segments:
+    per, rest = divmod(problem.n, problem.segments)
+    if rest:
         raise ValueError(f"{op}: {problem.n} rows of a weight do not divide into {problem.segments} segments")
+    if op == "grouped_gemm":
+        if problem.unquantized:
+            raise ValueError(f"{op}: takes no activation that is not quantized for a quantized weight")
+        if problem.masked and problem.gather:
+            raise ValueError(f"{op}: masked rows are not gathered")
+        if problem.masked and problem.rows % problem.groups:
+            raise ValueError(f"{op}: {problem.rows} masked rows do not divide into {problem.groups} groups")
+        return
+    if problem.masked or problem.gather:
+        raise ValueError(f"{op}: masked and gathered rows are for grouped_gemm")
+    if op == "dense_gemm" and problem.groups > 1:
+        raise ValueError(f"{op}: is one product, got {problem.groups} groups")
+    if op == "bmm" and problem.bias:
+        raise ValueError(f"{op}: takes no bias")
+    if problem.segments > 1 and per % 128:
+        raise ValueError(f"{op}: segments of {per} rows; they must be multiples of 128 here")

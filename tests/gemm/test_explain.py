@@ -1,6 +1,7 @@
 """Registry, `explain` and `moe-ops env`: who would run what, and a reason for each that cannot, on machines that lack something."""
 
 import json
+import os
 import types
 
 import pytest
@@ -11,6 +12,7 @@ from moe_ops.cli import main
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm import deep_gemm, env, registry, torch_scaled
 from moe_ops.gemm.deep_gemm_probe import FORMS
+from moe_ops.gemm.explain import explain_problem
 from moe_ops.gemm.registry import Problem, Where, choose
 
 DECODE = dict(rows=16, n=3072, k=4096, groups=8)
@@ -143,6 +145,15 @@ def test_architectures_as_such(installed):
         (dict(device="sm70"), ValueError, "device must be one of 'sm89', 'sm90', 'sm100', 'sm103', 'sm120', got 'sm70'"),
         (dict(device="meta"), ValueError, "device must be 'cuda', 'cpu' or an architecture such as 'sm90', got 'meta'"),
         (dict(out_dtype=torch.int8), ValueError, "out_dtype must be one of"),
+        (dict(device="gpu"), ValueError, "device must be 'cuda', 'cpu' or an architecture such as 'sm90', got 'gpu'"),
+        (dict(masked=True, gather=True), ValueError, "masked rows are not gathered"),
+        (dict(masked=True, rows=17), ValueError, "17 masked rows do not divide into 8 groups"),
+        (dict(unquantized=True), ValueError, "grouped_gemm: takes no activation that is not quantized for a quantized weight"),
+        (dict(op="dense_gemm"), ValueError, "dense_gemm: is one product, got 8 groups"),
+        (dict(op="dense_gemm", groups=1, masked=True), ValueError, "dense_gemm: masked and gathered rows are for grouped_gemm"),
+        (dict(op="bmm", gather=True), ValueError, "bmm: masked and gathered rows are for grouped_gemm"),
+        (dict(op="bmm", bias=True), ValueError, "bmm: takes no bias"),
+        (dict(op="bmm", n=384, segments=2), ValueError, "bmm: segments of 192 rows; they must be multiples of 128 here"),
     ],
 )
 def test_bad_questions_are_named(arguments, error, text):
@@ -153,6 +164,20 @@ def test_bad_questions_are_named(arguments, error, text):
 def test_asking_for_a_gpu_where_there_is_none(bare):
     with pytest.raises(ValueError, match="explain: there is no CUDA GPU here; ask about an architecture instead"):
         explain("grouped_gemm", **DECODE, device="cuda")
+
+
+def test_an_answer_has_no_entry_for_a_name_it_does_not_know():
+    with pytest.raises(KeyError, match="cutlass"):
+        explain("grouped_gemm", **DECODE, device="sm90")["cutlass"]
+
+
+@pytest.mark.parametrize("op", registry.operations())
+def test_env_a_gpu_without_fp8_is_served_by_nobody(installed, op):
+    """The public functions refuse tensors there, whoever would compute: so does every answer."""
+    old = Where(registry.arch_of_capability(80, 108), True, 0, "cuda:0")
+    answer = explain_problem(Problem(op, "fp8_block", 16, 512, 128), old)
+    assert answer.chosen is None and all("SM80" in entry.reason for entry in answer.entries)
+    assert "runs" not in str(answer)
 
 
 def test_nobody_can(monkeypatch):
@@ -283,6 +308,20 @@ def test_env_caches_that_cannot_be_written_are_named(bare, monkeypatch, tmp_path
     assert env.cache_state(tmp_path / "full")["entries"] == 1
     assert env.cache_state(tmp_path / "file" / "below")["writable"] is False
     assert env.cache_state(tmp_path / "file") == {"path": str(tmp_path / "file"), "entries": None, "writable": False}
+    denied = tmp_path / "denied" / ".triton" / "cache"  # somebody else's home, as a user who is not root sees it
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    exists, stat, listdir = os.path.exists, env.Path.stat, os.listdir
+    (tmp_path / "denied").mkdir()
+    below = str(tmp_path / "denied") + os.sep
+    with monkeypatch.context() as m:
+        m.setattr(env.Path, "stat", lambda self, **options: refuse(self) if str(self).startswith(below) else stat(self, **options))
+        m.setattr(os.path, "exists", lambda path: not str(path).startswith(below) and exists(path))
+        m.setattr(os, "listdir", lambda path: refuse(path) if str(path).startswith(below) else listdir(path))
+        m.setattr(os, "access", lambda path, mode: False)
+        assert env.cache_state(denied) == {"path": str(denied), "entries": None, "writable": False}
     monkeypatch.setattr(env.os, "access", lambda path, mode: False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "full"))
     main(["env"])
