@@ -85,7 +85,8 @@ def _into(
     d = out.new_empty((experts, spacing, n) if to_masked else (padded, n))
     operands = ((as_e4m3(data.view(experts, spacing, k) if to_masked else data), scale), (as_e4m3(w), _weight_scale(w, w_scale, fmt)), d, layout)
     if to_masked:
-        call_library(form, (fmt, experts, spacing, limit, n, k), *operands, max(1, ceil_div(rows, experts)), **_recipe(fmt))
+        expected = max(1, ceil_div(rows, experts))
+        call_library(form, (fmt, experts, spacing, expected, n, k), *operands, expected, **_recipe(fmt))
     else:
         call_library(form, (fmt, experts, padded, n, k), *operands, **_recipe(fmt))
     block_r = max(1, min(16, 4096 // e2))

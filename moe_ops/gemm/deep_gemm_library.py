@@ -44,7 +44,7 @@ def alignment(lib: Any, rows: int) -> Iterator[None]:
     """Within the context, the library's alignment of contiguous layouts is `rows`; afterwards what it was.
 
     Raises:
-        RuntimeError: the library keeps another value, or a call changed it.
+        RuntimeError: the library keeps another value.
     """
     get = getattr(lib, "get_mk_alignment_for_contiguous_layout", None) or getattr(lib, "get_m_alignment_for_contiguous_layout", None)
     put = getattr(lib, "set_mk_alignment_for_contiguous_layout", None)

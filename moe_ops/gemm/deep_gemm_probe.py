@@ -28,7 +28,9 @@ def probe(index: int) -> dict[str, str | None]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "moe_ops.gemm.deep_gemm_probe", str(index)]
     try:
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        run = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as failure:
         return dict.fromkeys(FORMS, f"trying deep_gemm failed: {failure}")
     found = [line.removeprefix(_MARK) for line in run.stdout.splitlines() if line.startswith(_MARK)]

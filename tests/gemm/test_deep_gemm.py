@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from moe_ops import Routing, bmm, dense_gemm, grouped_gemm, quantize, quantize_weight
+from moe_ops import Routing, bmm, dense_gemm, freeze, grouped_gemm, quantize, quantize_weight
 from moe_ops.core.numerics import decode_e8m0, random_topk, relative_error, uneven
 from moe_ops.gemm import bmm_impls, deep_gemm, deep_gemm_library, deep_gemm_probe, dense_impls, grouped_impls
 from moe_ops.gemm.grouped import _ref_into
@@ -269,8 +269,6 @@ def test_alignment_is_restored_after_a_failure_and_asserted(lib):
 
 
 def test_graph_first_call_of_a_shape_is_refused_when_frozen(lib, device):
-    from moe_ops import freeze
-
     a, sa, w, sw = operands("fp8_block", (4,), 1, 64, 128, device)
     out = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
     deep_gemm.dense_into(a, sa, w[0], sw[0], "fp8_block", out)
@@ -282,6 +280,20 @@ def test_graph_first_call_of_a_shape_is_refused_when_frozen(lib, device):
     finally:
         freeze(False)
     assert lib.calls == ["dense", "dense"]
+
+
+def test_graph_packed_and_masked_rows_of_one_size_are_two_choices_of_kernel(lib, device):
+    """The library picks its masked kernel by the expected rows of an expert too."""
+    offsets, counts = ints([0, 1, 2, 3, 4], device), ints([1, 1, 1, 1], device)
+    packed, masked = (operands("fp8_block", shape, 4, 64, 128, device) for shape in ((128,), (4, 128)))
+    out = torch.zeros((4, 128, 64), dtype=torch.bfloat16, device=device)
+    deep_gemm.deep_gemm_grouped_into(*packed, offsets, None, 1, "fp8_block", out[0])
+    freeze()
+    try:
+        with pytest.raises(RuntimeError, match="deep_gemm: the masked form has never run for sizes"):
+            deep_gemm.deep_gemm_grouped_into(*masked, counts, None, 1, "fp8_block", out)
+    finally:
+        freeze(False)
 
 
 def test_env_a_version_without_the_function_says_which(lib):
@@ -321,6 +333,16 @@ def test_env_probe_survives_what_the_library_does_to_its_process(monkeypatch, st
     monkeypatch.setattr(deep_gemm_probe.subprocess, "run", lambda *args, **options: run)
     found = deep_gemm_probe.probe(0)
     assert found == expected if isinstance(expected, dict) else all(expected in found[form] for form in deep_gemm_probe.FORMS)
+
+
+def test_env_probe_of_a_process_whose_words_are_no_text(monkeypatch, tmp_path):
+    """Compilers print in encodings of their own, and nobody may wait for an answer on the terminal."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nread -r answer\nprintf 'libcudart: \\377\\n' >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(deep_gemm_probe.sys, "executable", str(program))
+    found = deep_gemm_probe.probe(0)
+    assert all("ended the process that tried it (3): libcudart: \ufffd" in found[form] for form in deep_gemm_probe.FORMS)
 
 
 def test_env_probe_of_a_real_process_that_cannot_import():
