@@ -92,7 +92,7 @@ def bmm(
             inside the kernel for a quantized w; or a QTensor with activation blocks of w's format.
         w: weights (heads, N, K), contiguous: a QTensor with weight blocks (mxfp8 folded to 128x128 too), or a's 16-bit dtype.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
-        out: (T, heads, N), any strides with last stride 1, receives the result; then the call allocates nothing.
+        out: (T, heads, N), any strides with last stride 1, receives the result; then the call allocates nothing, but for a `config` that splits.
         impl: "triton", "deep_gemm" (its fp8_einsum; allocates), "torch" (the reference) or None, which takes "triton" on CUDA and "torch" on a CPU.
             `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that a token's bits do not depend on T.
@@ -116,9 +116,7 @@ def bmm(
     w_data, w_scale = (w.data, w.scale) if isinstance(w, QTensor) else (w, None)
     checks.ndim(op, "a", a_data, (3,))
     checks.ndim(op, "w", w_data, (3,))
-    if impl is not None:
-        checks.one_of(op, "impl", impl, ("triton", "deep_gemm", "torch"))
-    check_product(op, a, w, fmt, None if impl == "deep_gemm" else impl)
+    check_product(op, a, w, fmt, impl)
     tokens, heads, k = a_data.shape
     if w_data.shape[0] != heads:
         raise ValueError(f"{op}: a has {heads} heads and w has {w_data.shape[0]}; they must be equal")

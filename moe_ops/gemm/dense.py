@@ -16,7 +16,7 @@ from moe_ops.quant.rows import rows_ref
 
 __all__ = ["dense_gemm", "dense_gemm_workspace"]
 
-IMPLS = ("triton", "torch")
+IMPLS = ("triton", "deep_gemm", "torch")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -139,6 +139,8 @@ def dense_gemm_into(
         workspace = a.new_empty(need, dtype=torch.uint8)
     elif workspace.numel() < need:
         raise ValueError(f"{op}: workspace has {workspace.numel()} bytes, this call needs {need}; make it with dense_gemm_workspace")
+    elif workspace.data_ptr() % 16:
+        raise ValueError(f"{op}: workspace must start at a multiple of 16 bytes, its address is {workspace.data_ptr()}")
     if any(quantized):
         from moe_ops.quant.quantize import quantize_into
 
@@ -200,7 +202,7 @@ def check_dense(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Tensor
     if w.block not in (w.format.weight_block, (128, 128)):
         raise ValueError(f"{op}: w must have weight blocks {w.format.weight_block}, got {w.block}; use quantize_weight")
     if w.layout != "row_major":
-        raise ValueError(f"{op}: scales of w must be row_major for impl 'triton', got {w.layout}")
+        raise ValueError(f"{op}: scales of w must be row_major, got {w.layout}")
     return w.scheme, "folded" if is_folded(w) else w.format.rules[0]
 
 
@@ -238,12 +240,14 @@ def check_config(op: str, config: DenseGemmConfig | None, problem: DenseGemmProb
 
 
 def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> None:
-    """What an output demands: shape, dtype, last stride 1, a's device, no gradient."""
+    """What an output demands: shape, dtype, last stride 1, memory of its own for each element, a's device, no gradient."""
     checks.is_tensor(op, "out", out)
     checks.no_grad(op, out=out)
     checks.shape(op, "out", out, shape)
     checks.dtype(op, "out", out, OUT_DTYPES)
     checks.last_stride_one(op, "out", out)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"{op}: out must not be expanded, got shape {tuple(out.shape)} with strides {out.stride()}")
     checks.same_device(op, a=a, out=out)
 
 
@@ -306,7 +310,7 @@ def dense_gemm(
     Raises:
         TypeError: operands of kinds or dtypes that do not go together.
         ValueError: shapes, strides, devices or formats that do not fit, an impl that is unknown or cannot run this, an illegal config, a
-            workspace that is too small, or an operand that requires grad.
+            workspace that is too small or off 16 bytes, or an operand that requires grad.
         RuntimeError: a first compile under graph capture or after `freeze()`.
 
     Cost: 2 * M * N * K flops; N * K + M * (K + N * out bytes) bytes; a split writes and reads 4 * split * M * N more, mostly within the L2.
@@ -318,9 +322,7 @@ def dense_gemm(
     w_data, w_scale = (w.data, w.scale) if isinstance(w, QTensor) else (w, None)
     checks.ndim(op, "a", a_data, (2,))
     checks.ndim(op, "w", w_data, (2,))
-    if impl is not None:
-        checks.one_of(op, "impl", impl, ("triton", "deep_gemm", "torch"))
-    check_product(op, a, w, fmt, None if impl == "deep_gemm" else impl)
+    check_product(op, a, w, fmt, impl)
     rows, n, k = a_data.shape[0], *w_data.shape
     for name, t, shape in (("bias", bias, (n,)), ("residual", residual, (rows, n))):
         if t is not None:
@@ -328,6 +330,13 @@ def dense_gemm(
             checks.shape(op, name, t, shape)
             checks.dtype(op, name, t, OUT_DTYPES)
             checks.last_stride_one(op, name, t)
+    if workspace is not None:
+        if out is None:
+            raise ValueError(f"{op}: workspace is for calls with out")
+        checks.is_tensor(op, "workspace", workspace)
+        checks.dtype(op, "workspace", workspace, (torch.uint8,))
+        checks.ndim(op, "workspace", workspace, (1,))
+        checks.contiguous(op, "workspace", workspace)
     checks.same_device(op, a=a_data, bias=bias, residual=residual, workspace=workspace)
     checks.no_grad(op, bias=bias, residual=residual)
     checks.one_of(op, "out_dtype", out_dtype, OUT_DTYPES)
@@ -335,16 +344,9 @@ def dense_gemm(
     if config is not None:
         pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and rows <= FUSED_ROWS), a_data.device)
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, residual, fmt, rule)
-    if out is None and workspace is not None:
-        raise ValueError(f"{op}: workspace is for calls with out")
     if out is not None:
         check_out(op, out, (rows, n), a_data)
         out_dtype = out.dtype
-    if workspace is not None:
-        checks.is_tensor(op, "workspace", workspace)
-        checks.dtype(op, "workspace", workspace, (torch.uint8,))
-        checks.ndim(op, "workspace", workspace, (1,))
-        checks.contiguous(op, "workspace", workspace)
     if impl is not None and impl != "triton":
         from moe_ops.gemm.dense_impls import run_named
         from moe_ops.gemm.registry import Problem

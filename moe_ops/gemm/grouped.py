@@ -204,7 +204,7 @@ def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Ten
         for name, q in (("a", a), ("w", w)):
             if q.layout not in ("row_major", "mn_major") or (name == "w" and q.layout != "row_major"):
                 wanted = "row_major or mn_major" if name == "a" else "row_major"
-                raise ValueError(f"{op}: scales of {name} must be {wanted} for impl 'triton', got {q.layout}")
+                raise ValueError(f"{op}: scales of {name} must be {wanted}, got {q.layout}")
         return w.scheme
     assert isinstance(a, torch.Tensor) and isinstance(w, torch.Tensor)  # for the type checker: said above
     checks.dtype(op, "a", a, _PLAIN_DTYPES)

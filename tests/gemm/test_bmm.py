@@ -177,6 +177,7 @@ def _w(h=2, n=64, k=128, fmt="fp8_block"):
         (lambda: bmm(_x(), _x(2, 128).transpose(1, 2)), ValueError, "w must be contiguous"),
         (lambda: bmm(_x(k=256)[..., ::2], _w()), ValueError, "a must have last stride 1"),
         (lambda: bmm(_x(), _w(), out=torch.zeros(4, 2, 63)), ValueError, r"out must have shape \(4, 2, 64\)"),
+        (lambda: bmm(_x(), _w(), out=torch.zeros(4, 1, 64).expand(4, 2, 64)), ValueError, "out must not be expanded"),
         (lambda: bmm(_x(), _w(), out_dtype=torch.int8), ValueError, "out_dtype must be one of"),
         (lambda: bmm(_x(), _w(), config=3), TypeError, "config must be a DenseGemmConfig, got int"),
         (lambda: bmm(_x(), _w(), config=DenseGemmConfig(16, 256, 128, 4, 2, 1, True)), ValueError, "block_n must be between 16 and 128"),

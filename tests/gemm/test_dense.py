@@ -179,6 +179,9 @@ def test_workspace_is_enough_for_every_row_count(device, fmt):
         assert relative_error(out, dense_gemm_ref(x, None, data, scale, None, None, fmt, rule, torch.float32)) <= BOUND[torch.float32]
     with pytest.raises(ValueError, match="dense_gemm: workspace has 3 bytes, this call needs"):
         dense_gemm_into(x, None, data, scale, None, None, fmt, rule, out, workspace[:3], config("rows", fmt, 2).ints())
+    with pytest.raises(ValueError, match="dense_gemm: workspace must start at a multiple of 16 bytes"):
+        room = torch.zeros(workspace.numel() + 1, dtype=torch.uint8, device=device)
+        dense_gemm_into(x, None, data, scale, None, None, fmt, rule, out, room[1:], config("rows", fmt, 1 + (fmt == "plain")).ints())
 
 
 @pytest.mark.parametrize("kind", ["quantized", "16-bit activation", "plain"])
@@ -233,6 +236,9 @@ def _w(n=64, k=128, fmt="fp8_block"):
         (lambda: dense_gemm(_x(), _w(), out=torch.zeros(4, 63)), ValueError, r"out must have shape \(4, 64\)"),
         (lambda: dense_gemm(_x(), _w(), workspace=torch.zeros(9, dtype=torch.uint8)), ValueError, "workspace is for calls with out"),
         (lambda: dense_gemm(_x(), _w(), out=torch.zeros(4, 64), workspace=torch.zeros(9)), TypeError, "workspace must be uint8, got float32"),
+        (lambda: dense_gemm(_x(), _w(), out=torch.zeros(4, 64), workspace=9), TypeError, "workspace must be a torch.Tensor, got int"),
+        (lambda: dense_gemm(_x(), _w(), out=torch.zeros(1, 64).expand(4, 64)), ValueError, r"out must not be expanded, got shape \(4, 64\)"),
+        (lambda: dense_gemm(_x(), replace(_w(), layout="ue8m0_packed")), ValueError, "scales of w must be row_major, got ue8m0_packed"),
         (lambda: dense_gemm(_x(), replace(_w(), scale=torch.ones(2, 2))), ValueError, r"w.scale must have shape \(1, 1\)"),
         (
             lambda: dense_gemm(_x(), quantize_weight(_x(384), "fp8_block", segments=2)),
