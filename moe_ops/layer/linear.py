@@ -15,7 +15,7 @@ from moe_ops.layer.folding import capturing, prepare_at, state_of, wants_folding
 from moe_ops.layer.holders import Exact, _frozen
 from moe_ops.layer.load import Weight
 from moe_ops.quant.fold import fold_weight
-from moe_ops.quant.quantize import quantize_weight
+from moe_ops.quant.quantize import quantize, quantize_folded, quantize_weight
 
 __all__ = ["Linear"]
 
@@ -172,8 +172,8 @@ class Linear(Exact):
                 weight = self.weights()
         else:
             checks.is_tensor(_OP, "x", x)
-            if x.dim() == 0:
-                raise ValueError(f"{_OP}: x must have at least one dimension, got a scalar")
+            if x.dim() == 0 or x.shape[-1] != self.weight.shape[1]:
+                raise ValueError(f"{_OP}: x must have K = {self.weight.shape[1]} columns, got shape {tuple(x.shape)}")
             a, lead, dtype = x.reshape(-1, x.shape[-1]), x.shape[:-1], x.dtype
         flat = None
         if residual is not None:
@@ -228,13 +228,17 @@ class Linear(Exact):
         return self
 
     def make_workspace(self, rows: int) -> torch.Tensor:
-        """Memory for `forward(.., out=, workspace=)` with up to `rows` rows."""
-        return dense_gemm_workspace(rows, self.prepare().ready())
+        """Memory for `forward(.., out=, workspace=)` with up to `rows` rows, on the folded copy or the stored weight, whichever it will run on."""
+        return max((dense_gemm_workspace(rows, w) for w in (self.prepare().ready(), self.weights())), key=torch.Tensor.numel)
 
     def warmup_call(self, tokens: int) -> None:
-        """One call with `tokens` zero rows; what `moe_ops.warmup` runs."""
-        dtype = self.weight.dtype if self.format is None else torch.bfloat16
-        self(torch.zeros((tokens, self.weight.shape[1]), dtype=dtype, device=self.weight.device))
+        """Calls with `tokens` zero rows, quantized ones too where the weight is, without and with a residual; what `moe_ops.warmup` runs."""
+        dtype, device = (self.weight.dtype if self.format is None else torch.bfloat16), self.weight.device
+        n, k = self.weight.shape
+        x, residual = torch.zeros((tokens, k), dtype=dtype, device=device), torch.zeros((tokens, n), dtype=dtype, device=device)
+        for a in (x,) if self.format is None else (x, quantize_folded(x) if self.block != self.format.weight_block else quantize(x, self.format)):
+            self(a)
+            self(a, residual=residual)
 
     # ---- what Module asks
 

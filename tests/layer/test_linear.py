@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from moe_ops import Linear, dequantize, freeze, quantize, quantize_weight, warmup
 from moe_ops.core.numerics import relative_error, uneven
+from moe_ops.gemm.dense import dense_gemm_workspace
+from moe_ops.layer import linear
 from moe_ops.layer.dialects import quantization_config
 from moe_ops.quant.fold import fold_weight, is_folded
 
@@ -151,6 +153,30 @@ def test_warmup_leaves_nothing_to_compile(device):
         freeze(False)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_warmup_reaches_residuals_and_quantized_inputs(device, monkeypatch, fmt):
+    """Either is another kernel variant, which must not be first compiled after `freeze`."""
+    layer, _ = make(fmt, device=device)
+    seen, run = set(), linear.dense_gemm
+
+    def spy(a, w, **options):
+        seen.add((isinstance(a, torch.Tensor), options["residual"] is not None))
+        return run(a, w, **options)
+
+    monkeypatch.setattr(linear, "dense_gemm", spy)
+    warmup(layer, 20)
+    assert seen == {(True, False), (True, True)} | ({(False, False), (False, True)} if fmt else set())
+
+
+def test_workspace_is_enough_for_the_stored_weight_too(monkeypatch):
+    """A quantized x, and a call under capture whose folded copy is out of date, run on the weight as it is stored."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    layer = Linear.from_weight(uneven((80, 1024), seed=2), format="mxfp8")
+    workspace = layer.make_workspace(128)
+    assert is_folded(layer.ready())
+    assert workspace.numel() >= max(dense_gemm_workspace(128, w).numel() for w in (layer.ready(), layer.weights()))
+
+
 def test_values_survive_the_layer():
     layer, w = make("fp8_block", bias=False)
     assert relative_error(dequantize(layer.weights()), w) < 0.05
@@ -173,7 +199,8 @@ W = torch.ones(64, 128, dtype=torch.bfloat16)
         (lambda: Linear(W).requires_grad_(), ValueError, "for inference only and has no gradients"),
         (lambda: Linear(W)(torch.ones(3, 128).bfloat16(), residual=torch.ones(3, 63)), ValueError, r"residual must have shape \(3, 64\)"),
         (lambda: Linear(W)(torch.ones(3, 128).bfloat16(), out=torch.ones(64, 3).T), ValueError, "out must be contiguous"),
-        (lambda: Linear(W)(torch.tensor(1.0)), ValueError, "x must have at least one dimension"),
+        (lambda: Linear(W)(torch.tensor(1.0)), ValueError, "x must have K = 128 columns, got shape"),
+        (lambda: Linear(W)(torch.zeros(3, 0).bfloat16()), ValueError, r"x must have K = 128 columns, got shape \(3, 0\)"),
         (lambda: Linear.cat([]), ValueError, "cat needs at least one layer"),
         (lambda: Linear(W).load_state_dict(make("mxfp8", 64, 128, bias=False)[0].state_dict()), ValueError, "'weight_scale_inv' is quantized, but"),
         (
