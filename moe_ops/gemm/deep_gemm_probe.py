@@ -25,7 +25,8 @@ _MARK = "deep_gemm probe: "
 
 def probe(index: int) -> dict[str, str | None]:
     """Of each form: None, or why it cannot run on GPU `index`. Starts a process, which takes seconds the first time."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    # the modules that this process would import, and not those of the current folder, which -m would put first
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "moe_ops.gemm.deep_gemm_probe", str(index)]
     try:
         run = subprocess.run(

@@ -35,7 +35,7 @@ def warmup(
         act: as in `fused_moe`, for a pair of weights.
 
     Raises:
-        ValueError: a pair of weights without top_k, a module that holds no MoELayer, or max_tokens below 1.
+        ValueError: a pair of weights without top_k, a module that holds no MoELayer and no Linear, or max_tokens below 1.
     """
     checks.int_range("warmup", "max_tokens", max_tokens, 1, 2**24)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def warmup(
             return
         layers: list[Any] = [m for m in target.modules() if hasattr(m, "warmup_call")]
         if not layers:
-            raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer")
+            raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer and no Linear")
         for layer in layers:
             routed = getattr(layer, "routing", None)
             for tokens in _grid(max_tokens) if routed is None else representatives(layer.weights()[0], routed.top_k, max_tokens):

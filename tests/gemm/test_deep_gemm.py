@@ -3,7 +3,6 @@
 The stand-in refuses what the library would refuse or transpose (stride orders, dtypes, alignment), so that what reaches the library is right.
 """
 
-import json
 import types
 
 import pytest
@@ -317,39 +316,6 @@ def test_env_probe_tries_every_form(lib, device):
     lib.fp8_m_grouped_gemm_nt_masked, lib.fp8_gemm_nt = wrong, broken
     assert "masked form gives wrong results here (relative error 1.0e+00)" in deep_gemm_probe.try_form("masked", device)
     assert "dense form fails here: RuntimeError: dim == 2 or dim == 3" in deep_gemm_probe.try_form("dense", device)
-
-
-@pytest.mark.parametrize(
-    "stdout,stderr,code,expected",
-    [
-        (f"noise\n{deep_gemm_probe._MARK}" + json.dumps({**ALL, "psum": "no"}), "", 0, {**ALL, "psum": "no"}),
-        ("", "Traceback\nundefined symbol: c10", 1, "ended the process that tried it (1): undefined symbol: c10"),
-        ("", "", -11, "ended the process that tried it (-11): no message"),
-    ],
-    ids=["works", "another libtorch", "signal"],
-)
-def test_env_probe_survives_what_the_library_does_to_its_process(monkeypatch, stdout, stderr, code, expected):
-    run = types.SimpleNamespace(stdout=stdout, stderr=stderr, returncode=code)
-    monkeypatch.setattr(deep_gemm_probe.subprocess, "run", lambda *args, **options: run)
-    found = deep_gemm_probe.probe(0)
-    assert found == expected if isinstance(expected, dict) else all(expected in found[form] for form in deep_gemm_probe.FORMS)
-
-
-def test_env_probe_of_a_process_whose_words_are_no_text(monkeypatch, tmp_path):
-    """Compilers print in encodings of their own, and nobody may wait for an answer on the terminal."""
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\nread -r answer\nprintf 'libcudart: \\377\\n' >&2\nexit 3\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(deep_gemm_probe.sys, "executable", str(program))
-    found = deep_gemm_probe.probe(0)
-    assert all("ended the process that tried it (3): libcudart: \ufffd" in found[form] for form in deep_gemm_probe.FORMS)
-
-
-def test_env_probe_of_a_real_process_that_cannot_import():
-    found = deep_gemm_probe.probe(0) if deep_gemm.lacking() else None
-    if found is None:
-        pytest.skip("deep_gemm is here and so is a GPU")
-    assert set(found) == set(deep_gemm_probe.FORMS) and all(isinstance(reason, str) for reason in found.values())
 
 
 def test_opcheck(device, lib):
