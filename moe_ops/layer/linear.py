@@ -180,6 +180,8 @@ class Linear(Exact):
             checks.is_tensor(_OP, "residual", residual)
             checks.shape(_OP, "residual", residual, (*lead, n))
             residual = residual.reshape(-1, n)
+        if out is None and workspace is not None:
+            raise ValueError(f"{_OP}: workspace is for calls with out")
         if out is not None:
             checks.is_tensor(_OP, "out", out)
             checks.shape(_OP, "out", out, (*lead, n))

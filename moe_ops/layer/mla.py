@@ -33,7 +33,8 @@ def absorbed_kv_b(weight: Weight, nope: int, v: int, *, format: str | Format | N
         k_b (heads, rank, nope) and v_b (heads, v, rank), contiguous, in the weight's format.
 
     Numerics: bits are kept where scale blocks allow it: fp8_block with nope and v multiples of 128 (k_b is a transposition of data and of
-        scales), and v_b in mxfp8. Else the part is dequantized and quantized again; mxfp8 scales run along K, which is another axis of k_b.
+        scales), and v_b in mxfp8. Else the part is dequantized and quantized again by the same rule; mxfp8 scales run along K, which is another
+        axis of k_b.
 
     Raises:
         TypeError, ValueError: a weight that is not 2-D, has other blocks, or rows that do not divide into heads; an unknown format, or a
@@ -64,16 +65,17 @@ def absorbed_kv_b(weight: Weight, nope: int, v: int, *, format: str | Format | N
         return (k_b.contiguous(), v_b.contiguous()) if f is None else (quantize_weight(k_b.contiguous(), f), quantize_weight(v_b.contiguous(), f))
     fmt = weight.format
     k_data, v_data = _split(data.view(torch.uint8), heads, nope, v)
-    if fmt is FP8_BLOCK and nope % 128 == 0 and v % 128 == 0:
+    if fmt is FP8_BLOCK and nope % 128 == 0 and v % 128 == 0 and rows // weight.segments % 128 == 0:
         k_scale, v_scale = _split(weight.scale, heads, nope // 128, v // 128)
         k_data, k_scale = k_data.transpose(1, 2).contiguous(), k_scale.transpose(1, 2).contiguous()
         assert k_scale.shape == (heads, ceil_div(rank, 128), nope // 128)
         k_b = replace(weight, data=k_data.view(data.dtype), scale=k_scale, segments=1)
         return k_b, replace(weight, data=v_data.contiguous().view(data.dtype), scale=v_scale.contiguous(), segments=1)
     k_float, v_float = _split(dequantize(weight), heads, nope, v)
-    k_b = quantize_weight(k_float.transpose(1, 2).contiguous(), fmt)
+    rule = weight.rule if weight.rule in fmt.rules else None
+    k_b = quantize_weight(k_float.transpose(1, 2).contiguous(), fmt, rule=rule)
     if fmt is FP8_BLOCK:
-        return k_b, quantize_weight(v_float.contiguous(), fmt)
+        return k_b, quantize_weight(v_float.contiguous(), fmt, rule=rule)
     v_scale = _split(weight.scale, heads, nope, v)[1].contiguous()
     return k_b, replace(weight, data=v_data.contiguous().view(data.dtype), scale=v_scale, segments=1)
 

@@ -201,6 +201,7 @@ W = torch.ones(64, 128, dtype=torch.bfloat16)
         (lambda: Linear(W)(torch.ones(3, 128).bfloat16(), out=torch.ones(64, 3).T), ValueError, "out must be contiguous"),
         (lambda: Linear(W)(torch.tensor(1.0)), ValueError, "x must have K = 128 columns, got shape"),
         (lambda: Linear(W)(torch.zeros(3, 0).bfloat16()), ValueError, r"x must have K = 128 columns, got shape \(3, 0\)"),
+        (lambda: Linear(W)(W, workspace=torch.zeros(9, dtype=torch.uint8)), ValueError, "workspace is for calls with out"),
         (lambda: Linear.cat([]), ValueError, "cat needs at least one layer"),
         (lambda: Linear(W).load_state_dict(make("mxfp8", 64, 128, bias=False)[0].state_dict()), ValueError, "'weight_scale_inv' is quantized, but"),
         (

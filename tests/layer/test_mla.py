@@ -31,6 +31,20 @@ def test_quantized_bits_are_kept_where_blocks_allow(fmt, nope, v, kept):
     assert errors[0] == 0 if kept == 2 else errors[0] < 0.04
 
 
+@pytest.mark.parametrize("fmt,rule", [("fp8_block", "pow2"), ("mxfp8", "floor")])
+def test_a_part_that_is_quantized_again_keeps_the_rule(fmt, rule):
+    parts = absorbed_kv_b(quantize_weight(kv_b(96, 64), fmt, rule=rule), 96, 64)
+    assert [p.rule for p in parts] == [rule, rule]
+    if rule == "pow2":
+        assert all(torch.equal(p.scale.log2(), p.scale.log2().round()) for p in parts)
+
+
+def test_scale_blocks_that_start_anew_within_a_head():
+    q = quantize_weight(kv_b(128, 128), "fp8_block", segments=4)
+    for got, exact in zip(absorbed_kv_b(q, 128, 128), parts_of(dequantize(q), 128, 128), strict=True):
+        assert relative_error(dequantize(got), exact) < 0.04
+
+
 def test_sixteen_bit_weights_and_quantizing_them():
     w = kv_b(128, 64)
     exact = parts_of(w, 128, 64)
