@@ -1,10 +1,11 @@
-"""Batched GEMM of absorbed MLA (DeepSeek-V3: 128 heads) in 8 bits against torch.bmm in bf16, activations quantized inside the call."""
+"""Batched GEMM of absorbed MLA (DeepSeek-V3: 128 heads) in 8 bits, activations quantized inside the call, against torch.bmm and DeepGEMM."""
 
 import torch
 
 from moe_ops import bmm, quantize_weight
 from moe_ops.bench.goal import Goal
 from moe_ops.bench.harness import Bench
+from moe_ops.gemm.registry import Problem, Where, reasons
 from moe_ops.quant.fold import fold_weight
 
 #: projection -> (N, K) of a head; its activations are a slice of 64 columns more
@@ -30,6 +31,11 @@ for name, (n, k) in HEADS.items():
                 q = fold_weight(q)[0] if fmt.endswith("folded") else q
                 return lambda: bmm(x, q)
 
+            def deep_gemm(copy: int):
+                x, w = data(copy, tokens, heads, n, k)
+                q = quantize_weight(w, "fp8_block")
+                return lambda: bmm(x, q, impl="deep_gemm")
+
             def bf16(copy: int):
                 x, w = data(copy, tokens, heads, n, k)
                 turned, columns = x.transpose(0, 1), w.transpose(1, 2)
@@ -39,9 +45,14 @@ for name, (n, k) in HEADS.items():
                 x, w = data(0, tokens, heads, n, k)
                 return bmm(x, w, out_dtype=torch.float32, impl="torch")
 
+            providers = {"triton": quantized, "torch.bmm": bf16}
+            asked = Problem("bmm", "fp8_block", tokens, n, k, heads, unquantized=True)
+            if fmt == "fp8_block" and reasons(asked, Where.of(bench.device))["deep_gemm"] is None:
+                providers["deep_gemm"] = deep_gemm
+
             bench.case(
                 f"{name} T={tokens} heads={heads} N={n} K={k} {fmt}",
-                {"triton": quantized, "torch.bmm": bf16},
+                providers,
                 reference=reference,
                 tolerance=0.06,  # of quantizing both operands; the tests hold the kernel itself to far less
                 nbytes=heads * (n * k * (1 + scale_bytes) + tokens * 2 * (n + k)),

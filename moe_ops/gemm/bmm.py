@@ -31,7 +31,7 @@ def bmm_into(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, fmt: str, rule: str, out: torch.Tensor,
     config: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """Launch a kernel on `out`; allocates nothing unless a config asks for a split. Arguments as the op's, see `bmm`."""
+    """Launch a kernel on `out`; allocates nothing without a split. Arguments as the op's, see `bmm`."""
     tokens, heads, k = a.shape
     n = w.shape[1]
     cfg = choose("bmm", DenseGemmProblem(tokens, heads, n, k, fmt, rule != "given"), a.device, config)
@@ -92,7 +92,8 @@ def bmm(
             inside the kernel for a quantized w; or a QTensor with activation blocks of w's format.
         w: weights (heads, N, K), contiguous: a QTensor with weight blocks (mxfp8 folded to 128x128 too), or a's 16-bit dtype.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
-        out: (T, heads, N), any strides with last stride 1, receives the result; then the call allocates nothing, but for a `config` that splits.
+        out: (T, heads, N), any strides with last stride 1, receives the result; then the call allocates nothing but a split's partials
+            (one head, or a `config` that splits).
         impl: "triton", "deep_gemm" (its fp8_einsum; allocates), "torch" (the reference) or None, which takes "triton" on CUDA and "torch" on a CPU.
             `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that a token's bits do not depend on T.
