@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moe_ops.gemm.bmm import bmm_ref
-from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm
+from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm, refuse_traced
 from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
 from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
@@ -29,7 +29,7 @@ IMPLEMENTATIONS = (
 
 
 def run_named(impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-    """`bmm` of checked operands by DeepGEMM or torch. Traced by torch.compile, what was seen to run outside of it is not asked again.
+    """`bmm` of checked operands by DeepGEMM or torch. Traced by torch.compile, the problem is asked and the machine is not.
 
     Raises:
         ValueError: an implementation that cannot run this.
@@ -37,6 +37,8 @@ def run_named(impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype:
     a, a_scale, w, w_scale, fmt, rule = operands
     if not torch.compiler.is_compiling():
         choose(problem, Where.of(a.device), impl)
+    elif impl == "deep_gemm":
+        refuse_traced(problem, a.device)
     if impl == "torch":
         y = bmm_ref(a, a_scale, w, w_scale, fmt, rule, out_dtype)
         return y if out is None else out.copy_(y)

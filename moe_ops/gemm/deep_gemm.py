@@ -260,6 +260,8 @@ def problem_reason(p: Problem, where: Where) -> str | None:
     """None, or why its kernels cannot compute problem `p`, wherever that is."""
     if p.fmt == "plain":
         return "16-bit operands stay with Triton and torch"
+    if p.fmt == "mxfp8" and p.op == "bmm":
+        return "DeepGEMM's product of heads takes fp8_block, not mxfp8; a folded weight runs as fp8_block"
     if p.fmt == "mxfp8" and where.arch.capability == 90:
         return "DeepGEMM's MXFP8 needs SM100; fold the weight (moe_ops.quant.fold) and it runs as fp8_block"
     if p.fmt == "fp8_block" and where.arch.capability >= 100:
@@ -277,6 +279,17 @@ def problem_reason(p: Problem, where: Where) -> str | None:
     if p.fmt == "mxfp8" and p.layout != "row_major":
         return f"scales of a must be row_major, got {p.layout}"
     return None
+
+
+def refuse_traced(p: Problem, device: torch.device) -> None:
+    """What torch.compile can ask while it traces: the problem, not the machine.
+
+    Raises:
+        ValueError: the library's kernels cannot compute `p`.
+    """
+    reason = problem_reason(p, Where.of(device))
+    if reason is not None:
+        raise ValueError(f"{p.op}: impl 'deep_gemm' cannot run here: {reason}")
 
 
 def grouped_reason(p: Problem, where: Where) -> str | None:
@@ -308,8 +321,6 @@ def dense_plan(p: Problem, where: Where) -> str:
 
 def bmm_reason(p: Problem, where: Where) -> str | None:
     """None, or why `bmm` cannot go to DeepGEMM."""
-    if p.fmt == "mxfp8":
-        return "DeepGEMM's product of heads takes fp8_block, not mxfp8; a folded weight runs as fp8_block"
     return problem_reason(p, where) or machine_reason(where, ("bmm",))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from moe_ops.gemm.deep_gemm import deep_gemm_dense, dense_plan, dense_reason
+from moe_ops.gemm.deep_gemm import deep_gemm_dense, dense_plan, dense_reason, refuse_traced
 from moe_ops.gemm.dense import dense_gemm_ref
 from moe_ops.gemm.dense_config import FUSED_ROWS, DenseGemmProblem, heuristic
 from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
@@ -32,7 +32,7 @@ IMPLEMENTATIONS = (
 
 
 def run_named(impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-    """`dense_gemm` of checked operands by DeepGEMM or torch. Traced by torch.compile, what was seen to run outside of it is not asked again.
+    """`dense_gemm` of checked operands by DeepGEMM or torch. Traced by torch.compile, the problem is asked and the machine is not.
 
     Raises:
         ValueError: an implementation that cannot run this.
@@ -43,6 +43,8 @@ def run_named(impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype:
         where = Where.of(a.device)
         choose(problem, where, impl)
         own_kernel = impl == "torch" and scaled_mm_reason(problem, where) is None
+    elif impl == "deep_gemm":
+        refuse_traced(problem, a.device)
     if impl == "torch" and not own_kernel:
         y = dense_gemm_ref(a, a_scale, w, w_scale, bias, residual, fmt, rule, out_dtype)
         return y if out is None else out.copy_(y)

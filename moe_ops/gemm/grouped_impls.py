@@ -6,7 +6,7 @@ import torch
 
 from moe_ops.core import checks
 from moe_ops.core.arch import too_old_reason
-from moe_ops.gemm.deep_gemm import deep_gemm_grouped, grouped_plan, grouped_reason
+from moe_ops.gemm.deep_gemm import deep_gemm_grouped, grouped_plan, grouped_reason, refuse_traced
 from moe_ops.gemm.grouped import _ref_into
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
@@ -48,7 +48,7 @@ IMPLEMENTATIONS = (
 def run_named(
     impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype: torch.dtype, out: torch.Tensor | None, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """`grouped_gemm` of checked operands by DeepGEMM or torch. Traced by torch.compile, what was seen to run outside of it is not asked again.
+    """`grouped_gemm` of checked operands by DeepGEMM or torch. Traced by torch.compile, the problem is asked and the machine is not.
 
     Raises:
         ValueError: an unknown implementation, or one that cannot run this.
@@ -60,6 +60,8 @@ def run_named(
         where = Where.of(a.device)
         choose(problem, where, impl)
         own_kernel = impl == "torch" and grouped_mm_reason(problem, where) is None
+    elif impl == "deep_gemm":
+        refuse_traced(problem, a.device)
     if own_kernel:
         return grouped_mm(a, w, offsets)
     result = a.new_empty(shape, dtype=out_dtype) if out is None else out

@@ -361,3 +361,23 @@ def test_torch_compile_reaches_the_op_without_a_break(monkeypatch, device, lib):
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, offsets), call(x, offsets))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "call,text",
+    [
+        (lambda x, w: dense_gemm(x, w[0], bias=torch.ones(64), impl="deep_gemm"), "DeepGEMM adds no bias and no residual"),
+        (lambda x, w: dense_gemm(x, w[0], out_dtype=torch.float32, impl="deep_gemm"), "DeepGEMM writes bfloat16, not float32"),
+        (
+            lambda x, w: grouped_gemm(quantize(x, "fp8_block"), w, ints([0, 8], "cpu"), bias=torch.ones(1, 64), impl="deep_gemm"),
+            "DeepGEMM adds no bias and no residual",
+        ),
+        (lambda x, w: bmm(x[:, None], w, out_dtype=torch.float32, impl="deep_gemm"), "DeepGEMM writes bfloat16, not float32"),
+    ],
+)
+def test_torch_compile_does_not_drop_what_the_library_cannot(call, text):
+    """Traced, the machine is not asked, but the problem is: a bias may not be left out in silence."""
+    w = quantize_weight(torch.ones(1, 64, 128, dtype=torch.bfloat16), "fp8_block")
+    with pytest.raises(ValueError, match=f"impl 'deep_gemm' cannot run here: {text}"):
+        torch.compile(call, backend="eager")(torch.ones(8, 128, dtype=torch.bfloat16), w)
+    torch._dynamo.reset()
