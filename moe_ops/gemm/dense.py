@@ -258,10 +258,16 @@ def dense_gemm_workspace(rows: int, w: "QTensor | torch.Tensor", *, config: Dens
         rows: largest M.
         w: the weight, or one of its shape and format.
         config: the config that the calls will pin, if they do.
+
+    Raises:
+        TypeError, ValueError: rows that are no count, or a w that is no 2-D tensor.
     """
-    n, k = w.shape
-    fmt = w.scheme if isinstance(w, QTensor) else "plain"
-    data = w.data if isinstance(w, QTensor) else w
+    op = "dense_gemm_workspace"
+    fmt, data = (w.scheme, w.data) if isinstance(w, QTensor) else ("plain", w)
+    checks.int_range(op, "rows", rows, 0, 2**31 - 1)
+    checks.is_tensor(op, "w", data)
+    checks.ndim(op, "w", data, (2,))
+    n, k = data.shape
     most, bucket = 0, 16
     while True:
         m = min(bucket, rows)

@@ -238,6 +238,9 @@ def _w(n=64, k=128, fmt="fp8_block"):
         (lambda: dense_gemm(_x(), _w(), out=torch.zeros(4, 64), workspace=torch.zeros(9)), TypeError, "workspace must be uint8, got float32"),
         (lambda: dense_gemm(_x(), _w(), out=torch.zeros(4, 64), workspace=9), TypeError, "workspace must be a torch.Tensor, got int"),
         (lambda: dense_gemm(_x(), _w(), out=torch.zeros(1, 64).expand(4, 64)), ValueError, r"out must not be expanded, got shape \(4, 64\)"),
+        (lambda: dense_gemm_workspace(-1, _w()), ValueError, "rows must be between 0 and"),
+        (lambda: dense_gemm_workspace(4, 64), TypeError, "w must be a torch.Tensor, got int"),
+        (lambda: dense_gemm_workspace(4, _x()[None]), ValueError, "w must be 2-D"),
         (lambda: dense_gemm(_x(), replace(_w(), layout="ue8m0_packed")), ValueError, "scales of w must be row_major, got ue8m0_packed"),
         (lambda: dense_gemm(_x(), replace(_w(), scale=torch.ones(2, 2))), ValueError, r"w.scale must have shape \(1, 1\)"),
         (
@@ -258,7 +261,7 @@ def _w(n=64, k=128, fmt="fp8_block"):
     ],
 )
 def test_bad_input_is_named(wrong, error, text):
-    with pytest.raises(error, match=f"dense_gemm: .*{text}"):
+    with pytest.raises(error, match=f"dense_gemm(_workspace)?: .*{text}"):
         wrong()
 
 
