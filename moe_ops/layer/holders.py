@@ -62,6 +62,10 @@ class Exact(nn.Module):
             if child is not self and isinstance(child, Exact):
                 child.loadable(state_dict, f"{prefix}{name}.")
         super()._load_from_state_dict(dict(state_dict) | own, prefix, *args, **kwargs)
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Called after a load: remakes copies of the weights, which compiled code and captured graphs read without asking."""
 
 
 def _bits(owner: str, name: str, t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -161,6 +165,12 @@ class Experts(Exact):
                 kept.scale.copy_(new.scale)
             pair = old
         self._folded, self._folded_from = pair, state
+
+    def loaded(self) -> None:
+        """See `Exact.loaded`; what was never prepared stays so."""
+        if self._folded_from:
+            self._folded_from = ()
+            self.prepare_weights()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Experts":
         self._folded, self._folded_from = None, ()

@@ -256,6 +256,12 @@ class Linear(Exact):
             raise ValueError(f"{_OP}: {what!r} is quantized, but this layer holds {self.weight.dtype}; build the layer with from_state_dict instead")
         return super().loadable(state, prefix)
 
+    def loaded(self) -> None:
+        """See `Exact.loaded`; what was never prepared stays so."""
+        if self._folded_from:
+            self._folded_from = ()
+            self.prepare()
+
     def requires_grad_(self, requires_grad: bool = True) -> "Linear":
         """As `Module.requires_grad_`; this layer has no gradients and refuses True."""
         if requires_grad:

@@ -142,6 +142,18 @@ def test_compiles_with_any_number_of_rows(device):
     torch._dynamo.reset()
 
 
+def test_compiled_code_reads_what_was_loaded(monkeypatch):
+    """It reads the folded copy and never asks whether the weight is still the one it was made of."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    layer, other = make("mxfp8")[0], Linear.from_weight(uneven((192, 256), seed=9), torch.ones(192), format="mxfp8")
+    x = uneven((3, 256), seed=1)
+    compiled = torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x)) and is_folded(layer.ready())
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(compiled(x), other(x))
+    torch._dynamo.reset()
+
+
 def test_warmup_leaves_nothing_to_compile(device):
     layer, _ = make("fp8_block", device=device)
     warmup(layer, 70)

@@ -226,6 +226,7 @@ def test_folded_copies_are_made_once_used_and_never_saved(monkeypatch, tmp_path)
         hopper.down_proj_scale_inv.add_(1)
     assert hopper.prepare().ready()[1] is down and torch.equal(down.scale, 2 * once)
     hopper.load_state_dict(before)
+    assert hopper.ready()[1] is down and torch.equal(down.scale, once)  # at once: compiled code and captured graphs read there
     assert torch.equal(hopper(x), y)
     torch.save(hopper, tmp_path / "layer.pt")
     assert torch.load(tmp_path / "layer.pt", weights_only=False)._folded is None
