@@ -291,6 +291,11 @@ def grouped_gemm(
             order, top_k = routing.order, routing.top_k
             if a_data.shape[0] != routing.num_tokens:
                 raise ValueError(f"{op}: gather needs one row of a for each of the {routing.num_tokens} tokens of routing, got {a_data.shape[0]}")
+        elif a_data.dim() == 2 and a_data.shape[0] < routing.order.shape[0]:
+            raise ValueError(
+                f"{op}: packed a must have a row for each of the {routing.order.shape[0]} entries of routing.order, got {a_data.shape[0]}; "
+                f"gather=True reads the rows of the {routing.num_tokens} tokens in place"
+            )
     if a_data.dim() == 3 and a_data.shape[0] != experts:
         raise ValueError(f"{op}: masked a has {a_data.shape[0]} experts and w has {experts}; they must be equal")
     if bias is not None:

@@ -163,11 +163,16 @@ def _detect_compressed_tensors(config: Mapping[str, Any]) -> Dialect:
     return DIALECTS[found.pop()]
 
 
+def is_module_weight(name: str) -> bool:
+    """Whether `name` is a module's `weight`: `m.weight`, or `weight` alone where the module is the whole state dict."""
+    return name.rpartition(".")[2] == "weight"
+
+
 def scale_keys(name: str) -> list[str]:
     """Keys under which the scale of weight `name` may be stored: `m.weight` -> `m.weight_scale_inv`, ..; a stack `m.x` -> `m.x_scale_inv`, ..."""
-    stem, _, leaf = name.rpartition(".")
+    stem, dot, leaf = name.rpartition(".")
     if leaf == "weight":
-        return [f"{stem}.{s}" for s in SCALE_SUFFIXES]
+        return [f"{stem}{dot}{s}" for s in SCALE_SUFFIXES]
     return [f"{name}_{s}" for s in ("scale_inv", *SCALE_SUFFIXES)]
 
 
@@ -226,12 +231,12 @@ def _pair(
     if dialect.format is None:
         raise ValueError(f"checkpoint: {name!r} is float8_e4m3fn but the config has no quantization_config: its format is unknown")
     if not keys:
-        wanted = f"{name.removesuffix('weight')}{dialect.suffixes[0]}" if name.endswith(".weight") else f"{name}_scale_inv"
+        wanted = f"{name.removesuffix('weight')}{dialect.suffixes[0]}" if is_module_weight(name) else f"{name}_scale_inv"
         raise ValueError(f"checkpoint: {name!r} is float8_e4m3fn but its scale {wanted!r} is missing")
     if len(keys) > 1:
         raise ValueError(f"checkpoint: {name!r} has {len(keys)} scales, {keys}; exactly one is allowed")
     allowed = [f"{name.removesuffix('weight')}{s}" for s in dialect.suffixes]
-    if name.endswith(".weight") and keys[0] not in allowed:
+    if is_module_weight(name) and keys[0] not in allowed:
         raise ValueError(f"checkpoint: scale {keys[0]!r} does not belong to dialect {dialect.name!r}, which names it {allowed[0]!r}")
     scale = sd[keys[0]]
     if scale.dtype not in dialect.scale_dtypes:

@@ -176,6 +176,7 @@ def _w(e=2, n=64, k=128, fmt="fp8_block"):
 
 
 OFFS = torch.tensor([0, 2, 4], dtype=torch.int32)
+ROUTED = Routing.from_topk(torch.tensor([[0, 1]] * 4, dtype=torch.int32), torch.ones(4, 2), 2)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ OFFS = torch.tensor([0, 2, 4], dtype=torch.int32)
         (lambda: grouped_gemm(_q(), _w(e=3), OFFS), ValueError, r"routing \(offsets of packed rows\) must be 1-D with 4 entries"),
         (lambda: grouped_gemm(_q(), _w(), OFFS.long()), TypeError, r"must be int32, got int64"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, gather=True), ValueError, "gather needs a Routing"),
+        (lambda: grouped_gemm(_q(), _w(), ROUTED), ValueError, "a row for each of the 8 entries of routing.order, got 4; gather=True"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, bias=torch.zeros(2, 63)), ValueError, r"bias must have shape \(2, 64\)"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, out_dtype=torch.float64), ValueError, "out_dtype must be one of"),
         (lambda: grouped_gemm(None, _w(), OFFS), TypeError, "a must be a QTensor or a torch.Tensor, got NoneType"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_ops import Linear
 from moe_ops.core.formats import FP8_BLOCK, MXFP8, QTensor
 from moe_ops.core.numerics import decode_e8m0
 from moe_ops.layer.dialects import DIALECTS, detect, quantization_config, read_weight
@@ -344,3 +345,12 @@ def test_unquantized_module_in_a_quantized_checkpoint():
     """Modules that the config leaves alone stay floating; the tensor's dtype says so, and it has no scale."""
     sd = {"mlp.gate.weight": torch.ones(4, 8, dtype=torch.bfloat16)}
     assert read_weight(sd, "mlp.gate.weight", DIALECTS["fp8_block"]) is sd["mlp.gate.weight"]
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("prefix", ["", "a.b."])
+def test_a_module_may_be_the_whole_state_dict(fmt, prefix):
+    w = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    layer = Linear.from_weight(w, format=fmt)
+    again = Linear.from_state_dict({prefix + k: v for k, v in layer.state_dict().items()}, prefix)
+    assert torch.equal(again.weight.view(torch.uint8), layer.weight.view(torch.uint8)) and torch.equal(again.weight_scale_inv, layer.weight_scale_inv)
