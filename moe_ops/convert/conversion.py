@@ -98,6 +98,8 @@ def convert(
     elif dry_run:
         _check_space(source, destination, files, {})
     else:
+        if not unfinished:  # too little space leaves nothing behind that another command would have to remove
+            _check_space(source, destination, files, {})
         stamps = {file: [(source.path / file).stat().st_size, (source.path / file).stat().st_mtime_ns] for file in source.files}
         journal = Journal(destination, {**made, "files": stamps})
         try:

@@ -211,7 +211,7 @@ def test_too_little_space_is_seen_before_anything_is_written(pristine, tmp_path,
     for dry_run in (False, True):
         with pytest.raises(ConvertError, match=r"needs \d+ bytes .* but only \d+ are free"):
             convert(pristine, tmp_path / "out", dry_run=dry_run)
-    assert not list((tmp_path / "out").glob("*.safetensors*"))
+    assert not (tmp_path / "out").exists()  # other options, which need less, are free to come next
 
 
 FULL = """
