@@ -262,7 +262,7 @@ class _Planner:
             width = {w.name: w.data.shape[w.name.endswith((".down_proj", ".w2"))] for w in quantized if w.expert}
             ragged = next((name for name, inter in width.items() if inter % 128), None)
             if ragged is not None:
-                text = f"{ragged}: I = {width[ragged]} is no multiple of 128: moe_ops loads such FP8 blocks; Transformers, vLLM and SGLang do not"
+                text = f"{ragged}: I = {width[ragged]} is no multiple of 128: moe_ops loads such FP8 blocks, servers and FP8 kernels of Transformers do not"
                 self.warnings.append(text)
         if self.family.name == "gpt_oss":
             self.warnings.append(
