@@ -262,8 +262,8 @@ class _Planner:
             width = {w.name: w.data.shape[w.name.endswith((".down_proj", ".w2"))] for w in quantized if w.expert}
             ragged = next((name for name, inter in width.items() if inter % 128), None)
             if ragged is not None:
-                text = f"{ragged}: I = {width[ragged]} is no multiple of 128: moe_ops loads such FP8 blocks, servers and FP8 kernels of Transformers do not"
-                self.warnings.append(text)
+                loads = "moe_ops loads such FP8 blocks, servers and the FP8 kernels of Transformers do not"
+                self.warnings.append(f"{ragged}: I = {width[ragged]} is no multiple of 128: {loads}")
         if self.family.name == "gpt_oss":
             self.warnings.append(
                 "experts of gpt_oss have biases: load the result with moe_ops.hf.load_quantized; Transformers' FP8 experts lack them"
