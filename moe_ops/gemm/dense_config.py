@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass
 
 from moe_ops.core.arch import Arch
 from moe_ops.core.formats import ceil_div
+from moe_ops.gemm.grouped_config import tile_reason
 
 #: K that one split holds at least, and the unit in which K is shared: a scale block of fp8_block, four of mxfp8.
 SPLIT_UNIT = 128
@@ -73,27 +74,9 @@ def shared_bytes(cfg: DenseGemmConfig, problem: DenseGemmProblem) -> int:
 
 def is_legal(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> str | None:
     """None when `cfg` can run `problem` on `arch`, else why not."""
-    for name in ("block_m", "block_n", "block_k", "warps"):
-        value = getattr(cfg, name)
-        if value < 1 or value & (value - 1):
-            return f"{name} must be a power of two, got {value}"
-    if cfg.block_m < 16:
-        return f"block_m must be at least 16, got {cfg.block_m}"
-    if not 16 <= cfg.block_n <= 128:
-        return f"block_n must be between 16 and 128, got {cfg.block_n}"
-    if problem.fmt == "fp8_block" and cfg.block_k != 128:
-        return f"fp8_block needs block_k = 128 (one scale a step), got {cfg.block_k}"
-    mx_k = 128 if arch.has_block_scaled_mma else 32
-    if problem.fmt == "mxfp8" and cfg.block_k != mx_k:
-        return f"mxfp8 needs block_k = {mx_k} on {arch.name}, got {cfg.block_k}"
-    if problem.fmt == "plain" and not 16 <= cfg.block_k <= 128:
-        return f"plain needs block_k between 16 and 128, got {cfg.block_k}"
-    if cfg.swap and cfg.block_n < 64:
-        return f"swap needs block_n >= 64 (the instruction's M), got {cfg.block_n}"
-    if cfg.warps not in (4, 8):
-        return f"warps must be 4 or 8, got {cfg.warps}"
-    if not 1 <= cfg.stages <= 12:
-        return f"stages must be between 1 and 12, got {cfg.stages}"
+    reason = tile_reason(cfg, problem.fmt, arch)
+    if reason is not None:
+        return reason
     if not 1 <= cfg.split <= MAX_SPLIT:
         return f"split must be between 1 and {MAX_SPLIT}, got {cfg.split}"
     need = shared_bytes(cfg, problem)

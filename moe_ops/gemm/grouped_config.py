@@ -1,12 +1,15 @@
 """Configs of the grouped GEMM: one frozen dataclass, one legality function, one heuristic that needs no database."""
 
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from moe_ops.core.arch import Arch
 from moe_ops.core.formats import ceil_div
+
+if TYPE_CHECKING:
+    from moe_ops.gemm.dense_config import DenseGemmConfig
 
 #: Formats of the operands: the quantized ones, and "plain" for bf16 or fp16 on both sides.
 GEMM_FORMATS = ("fp8_block", "mxfp8", "plain")
@@ -72,8 +75,8 @@ def shared_bytes(cfg: GroupedGemmConfig, fmt: str) -> int:
     return cfg.stages * (cfg.block_m + cfg.block_n) * cfg.block_k * (2 if fmt == "plain" else 1)
 
 
-def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) -> str | None:
-    """None when `cfg` can run `problem` on `arch`, else why not."""
+def tile_reason(cfg: "GroupedGemmConfig | DenseGemmConfig", fmt: str, arch: Arch) -> str | None:
+    """None when the tile of `cfg` suits operands of `fmt` on `arch`, its shared memory aside; else why not."""
     for name in ("block_m", "block_n", "block_k", "warps"):
         value = getattr(cfg, name)
         if value < 1 or value & (value - 1):
@@ -82,12 +85,12 @@ def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) ->
         return f"block_m must be at least 16, got {cfg.block_m}"
     if not 16 <= cfg.block_n <= 128:
         return f"block_n must be between 16 and 128, got {cfg.block_n}"
-    if problem.fmt == "fp8_block" and cfg.block_k != 128:
+    if fmt == "fp8_block" and cfg.block_k != 128:
         return f"fp8_block needs block_k = 128 (one scale a step), got {cfg.block_k}"
     mx_k = 128 if arch.has_block_scaled_mma else 32
-    if problem.fmt == "mxfp8" and cfg.block_k != mx_k:
+    if fmt == "mxfp8" and cfg.block_k != mx_k:
         return f"mxfp8 needs block_k = {mx_k} on {arch.name}, got {cfg.block_k}"
-    if problem.fmt == "plain" and not 16 <= cfg.block_k <= 128:
+    if fmt == "plain" and not 16 <= cfg.block_k <= 128:
         return f"plain needs block_k between 16 and 128, got {cfg.block_k}"
     if cfg.swap and cfg.block_n < 64:
         return f"swap needs block_n >= 64 (the instruction's M), got {cfg.block_n}"
@@ -95,6 +98,14 @@ def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) ->
         return f"warps must be 4 or 8, got {cfg.warps}"
     if not 1 <= cfg.stages <= 12:
         return f"stages must be between 1 and 12, got {cfg.stages}"
+    return None
+
+
+def is_legal(cfg: GroupedGemmConfig, problem: GroupedGemmProblem, arch: Arch) -> str | None:
+    """None when `cfg` can run `problem` on `arch`, else why not."""
+    reason = tile_reason(cfg, problem.fmt, arch)
+    if reason is not None:
+        return reason
     if not 0 <= cfg.programs <= 16:
         return f"programs must be between 0 and 16, got {cfg.programs}"
     need = shared_bytes(cfg, problem.fmt)
