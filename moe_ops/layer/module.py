@@ -1,8 +1,7 @@
 """`MoELayer`: router, experts and an optional shared expert as one module, in bf16 or quantized.
 
 forward: logits = hidden @ gate^T (fp32) -> route -> fused_moe (+ shared expert). On CUDA, with the router in hidden's 16-bit dtype, every
-step is a kernel of this library: one or two for the logits, two for the routing (three above 1024 pairs of token and expert), four for the
-experts (five where GEMM1 is not fused with what follows it).
+step is a kernel of this library: one for the logits, two for the routing (three above 1024 pairs of token and expert), at most five for the experts.
 A router in fp32 goes through torch.
 """
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 
 from moe_ops.core import checks
 from moe_ops.core.formats import Format, QTensor
-from moe_ops.gemm.dense import dense_gemm
 from moe_ops.gemm.grouped import grouped_gemm
 from moe_ops.layer.arguments import check_layer, check_local
 from moe_ops.layer.folding import prepare_at
@@ -31,8 +29,6 @@ __all__ = ["MoELayer"]
 
 #: "All rows": the GEMM clamps counts to the capacity, so the router needs no count for each batch size.
 _ALL_ROWS = 2**31 - 1
-#: Tokens up to which the router's product is split along K: a second launch, but a few row tiles alone leave most of the GPU idle.
-_SPLIT_TOKENS = 128
 _HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -242,7 +238,7 @@ class MoELayer(Experts):
             TypeError, ValueError: arguments that do not fit, named.
             RuntimeError: a first compile under graph capture or after `freeze()`.
 
-        Cost: seven to nine launches; about ten more for a shared expert.
+        Cost: at most eight launches, nine above 1024 pairs of token and expert (T * top_k) where GEMM1 is not fused; about ten more for a shared expert.
         """
         op = "MoELayer"
         checks.is_tensor(op, "hidden", hidden)
@@ -347,11 +343,9 @@ class MoELayer(Experts):
 
 
 def _linear(x: torch.Tensor, gate: Gate, num_valid: torch.Tensor | None, all_rows: torch.Tensor) -> torch.Tensor:
-    """x @ gate^T + bias in fp32: on CUDA with our own GEMMs, few tokens split along K, more as one expert whose capacity is T."""
+    """x @ gate^T + bias in fp32: on CUDA with our own GEMM, as one expert whose capacity is T."""
     w, bias = gate.weight, gate.bias
     if x.is_cuda and w.dtype == x.dtype and w.dtype in (torch.bfloat16, torch.float16):
-        if x.shape[0] <= _SPLIT_TOKENS:
-            return dense_gemm(x, w, bias=bias, out_dtype=torch.float32)
         counts = num_valid.view(1) if num_valid is not None and num_valid.dtype == torch.int32 else all_rows
         rows = None if bias is None else bias.unsqueeze(0)
         return grouped_gemm(x.unsqueeze(0), w.unsqueeze(0), counts, bias=rows, out_dtype=torch.float32).squeeze(0)

@@ -326,7 +326,7 @@ def test_GRAPH_captured_once_and_replayed(format, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens_", [1, 64])
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
-def test_few_launches_all_ours(format, tokens_, device, unpoisoned):
+def test_eight_launches_all_ours(format, tokens_, device, unpoisoned):
     layer, x = make(format, device, score="sigmoid", correction_bias=torch.zeros(E, device=device)), tokens(tokens_, device)
     layer(x)
     torch.cuda.synchronize()
@@ -334,7 +334,7 @@ def test_few_launches_all_ours(format, tokens_, device, unpoisoned):
         layer(x)
         torch.cuda.synchronize()
     names = [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert 5 <= len(names) <= 9, names  # eight where GEMM1 is fused, as it is at every real size
+    assert 5 <= len(names) <= 8, names
     assert not [n for n in names if "at::" in n or "cutlass" in n or "nvjet" in n or "Mem" in n], names
 
 
