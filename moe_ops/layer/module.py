@@ -238,7 +238,7 @@ class MoELayer(Experts):
             TypeError, ValueError: arguments that do not fit, named.
             RuntimeError: a first compile under graph capture or after `freeze()`.
 
-        Cost: at most eight launches, nine above 1024 pairs of token and expert (T * top_k) where GEMM1 is not fused; about ten more for a shared expert.
+        Cost: at most eight launches, nine above 1024 pairs (T * top_k) where GEMM1 is not fused; about ten more for a shared expert.
         """
         op = "MoELayer"
         checks.is_tensor(op, "hidden", hidden)
