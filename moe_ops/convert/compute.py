@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,6 +90,23 @@ class Reader:
             self._files.clear()
 
 
+class Scales:
+    """The scales of the weight that is being cut: read and looked at once, not by every piece; for all threads."""
+
+    def __init__(self) -> None:
+        self._entry: int | None = None
+        self._found: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._lock = threading.Lock()
+
+    def of(self, entry: int, read: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `read` gives for an entry of the plan, remembered until another entry comes."""
+        with self._lock:
+            if self._found is None or self._entry != entry:
+                self._found = None  # the old ones go first
+                self._entry, self._found = entry, read()
+            return self._found
+
+
 class Worker:
     """Does items, one after the other; for one thread.
 
@@ -98,10 +115,11 @@ class Worker:
         options: of the conversion.
         reader: of the source.
         gpu: held while the GPU computes, so that the memory there is that of one item.
+        scales: of the weights that are cut.
     """
 
-    def __init__(self, plan: TensorPlan, options: Options, reader: Reader, gpu: threading.Lock) -> None:
-        self.plan, self.options, self.reader, self.gpu = plan, options, reader, gpu
+    def __init__(self, plan: TensorPlan, options: Options, reader: Reader, gpu: threading.Lock, scales: Scales) -> None:
+        self.plan, self.options, self.reader, self.gpu, self.scales = plan, options, reader, gpu, scales
         self.quantize = quantizer_for(options)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._back = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
@@ -170,8 +188,8 @@ class Worker:
             rows = as_bytes(rows)
             if rows.numel() and int((rows & 0x7F).max()) == 0x7F:
                 raise ConvertError(f"convert: tensor {entry.weight.name!r} of {self.reader.path / entry.weight.file} holds NaN")
-            scale = self._scale(entry)
-            kept = None if entry.action == "dequantize" else exact_scale(scale, entry.fmt, self.options, matrix(entry))
+            cut = piece.stop - piece.start < matrix(entry)[0]
+            scale, kept = self.scales.of(piece.entry, lambda: self._scales(entry)) if cut else self._scales(entry)
             part = _rows(scale, entry.fmt, piece)
             if entry.action == "dequantize":
                 found = [dequantized(rows, part, entry.fmt, torch.bfloat16)]
@@ -199,6 +217,11 @@ class Worker:
     def _key(self, entry: Weight) -> int:
         seed = self.options.stochastic
         return -1 if seed is None else key_of(seed, entry.data.name)
+
+    def _scales(self, entry: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The whole scale of an entry's weight, and that of the result under which the elements keep their bytes, where there is one."""
+        scale = self._scale(entry)
+        return scale, None if entry.action == "dequantize" else exact_scale(scale, entry.fmt, self.options, matrix(entry))
 
     def _scale(self, entry: Weight) -> torch.Tensor:
         """The whole scale of an entry's weight: fp32 [ceil(N / 128), ceil(K / 128)] or bytes [N, K / 32]."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from moe_ops.convert.compute import Reader, Worker
+from moe_ops.convert.compute import Reader, Scales, Worker
 from moe_ops.convert.journal import Journal, differences, sync_folder
 from moe_ops.convert.pieces import OutFile, layout
 from moe_ops.convert.planning import plan_tensors
@@ -198,7 +198,7 @@ def _carry_out(
     if todo:  # a result that was published and then damaged is not whole until it is published again
         (destination / INDEX).unlink(missing_ok=True)
     rename = has_index(source, files)
-    lock, gpu, reader = threading.Lock(), threading.Lock(), Reader(source)
+    lock, gpu, reader, scales = threading.Lock(), threading.Lock(), Reader(source), Scales()
 
     def finished(file: OutFile, record: dict[str, Any]) -> None:
         with lock:
@@ -224,7 +224,7 @@ def _carry_out(
             run(
                 todo,
                 lambda f: FileWriter(f, destination, finished),
-                lambda: Worker(plan, options, reader, gpu),
+                lambda: Worker(plan, options, reader, gpu, scales),
                 plan.entries,
                 reader,
                 threads,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_ops.convert.comparison import compare_values
-from moe_ops.convert.compute import Done, Reader, Worker
+from moe_ops.convert.compute import Done, Reader, Scales, Worker
 from moe_ops.convert.conversion import plan_conversion
 from moe_ops.convert.pairing import Tensors, quantization_of, sort_tensors
 from moe_ops.convert.pieces import PIECE, OutFile, digest_of_cuts
@@ -302,12 +302,12 @@ def _compare(found: Checkpoint, made: Mapping[str, Any], against: str | Path, de
         with lock:
             bad.add(name)
 
-    reader, own = Reader(source), Reader(found)
+    reader, own, cut = Reader(source), Reader(found), Scales()
     try:
         run(
             files,
             lambda f: _Comparison(f, found, own, wrong, results),
-            lambda: Worker(plan, options, reader, _GPU),
+            lambda: Worker(plan, options, reader, _GPU, cut),
             plan.entries,
             reader,
             threads,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_ops import dequantize, quantize_weight
-from moe_ops.convert import ConvertError, convert
+from moe_ops.convert import ConvertError, compute, convert, pieces
 from moe_ops.hf.checkpoint import CheckpointFolder
 from moe_ops.layer.dialects import quantization_config
 
@@ -241,6 +241,30 @@ def test_a_scale_that_a_writer_squeezed_has_its_shape_again(tmp_path):
     tensors = {"w.weight": q.data, "w.weight_scale_inv": q.scale.squeeze(-1)}
     out, report = converted(tmp_path, tensors, quantization=quantization_config("mxfp8"), **ALL)
     assert out["w.weight_scale_inv"].shape == (64, 1) and report.exact() == 1
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
+def test_PAIR_scales_of_a_weight_that_is_cut_are_looked_at_once(fmt, tmp_path, monkeypatch):
+    """Two weights of 8 pieces each, one whose bytes stay and one that is rounded again: as whole, and no scale is read for every piece."""
+    g = torch.Generator().manual_seed(8)
+    pow2 = quantize_weight(torch.randn(1024, 256, generator=g), "fp8_block", rule="pow2")
+    byte = (pow2.scale.view(torch.int32) >> 23).to(torch.uint8).repeat_interleave(128, 0).repeat_interleave(4, 1)
+    other = quantize_weight(torch.randn(1024, 256, generator=g), "mxfp8")
+    if fmt == "fp8_block":
+        tensors = {"w1.weight": pow2.data, "w1.weight_scale_inv": byte, "w2.weight": other.data, "w2.weight_scale_inv": other.scale}
+    else:
+        q = quantize_weight(torch.randn(1024, 256, generator=g), "fp8_block")
+        tensors = {"w1.weight": pow2.data, "w1.weight_scale_inv": pow2.scale, "w2.weight": q.data, "w2.weight_scale_inv": q.scale}
+    source = quantization_config("mxfp8" if fmt == "fp8_block" else "fp8_block")
+    whole, report = converted(tmp_path, tensors, quantization=source, name="whole", format=fmt, **ALL)
+    assert report.exact() == 1 and report.counts()["reencoded"] == 2
+    seen, exact = [], compute.exact_scale
+    monkeypatch.setattr(compute, "exact_scale", lambda *args: (seen.append(args), exact(*args))[1])
+    monkeypatch.setattr(pieces, "PIECE", 128 * 256)
+    cut, again = converted(tmp_path, tensors, quantization=source, name="cut", format=fmt, threads=1, **ALL)
+    assert len(seen) == 2
+    assert set(cut) == set(whole) and all(torch.equal(raw(cut[n]), raw(whole[n])) for n in whole)
+    assert again.exact() == 1 and again.errors()["w2.weight"].cosine == pytest.approx(report.errors()["w2.weight"].cosine)
 
 
 def test_biases_of_a_stack_go_to_their_experts(tmp_path):
