@@ -28,15 +28,17 @@ A benchmark file (benchmarks/<part>/bench_<stem>.py) reads
 - No time without a right result: the output must match the reference (bytes equal, or `tolerance` on ||out - ref|| / ||ref||) in memory
   that held 0xFF bytes before, and the graph's replay must give the same bytes as the eager call.
 - A case may have a goal (`Goal`), which its row is judged by; `benchmarks/goals.py` runs all of those alone.
+- With `--jobs N`, N processes first compile and check a part of the cases each, so that this one finds every kernel compiled.
 - On a machine without a GPU the `cpu` sizes are checked and nothing is timed or written, so every benchmark file can run as a test.
 
-Command line of every benchmark file: [--only SUBSTRING] [--goals] [--no-time] [--out DIR] [--commit ID] [--reps N].
+Command line of every benchmark file: [--only SUBSTRING] [--goals] [--no-time] [--out DIR] [--commit ID] [--reps N] [--jobs N].
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +47,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_ops.bench.goal import Goal
+from moe_ops.bench.goal import Goal, gain_columns
 from moe_ops.bench.launches import launches_of
 from moe_ops.bench.provenance import device_folder, device_name, provenance
 from moe_ops.bench.roofline import roof_of
@@ -197,12 +199,13 @@ def _judged(row: dict[str, Any]) -> str:
 class Bench:
     """Cases of one op: checked, timed, printed, written. See the module's docstring for a whole benchmark file."""
 
-    def __init__(self, op: str, argv: Sequence[str] | None = None) -> None:
+    def __init__(self, op: str, argv: Sequence[str] | None = None, *, file: str = "") -> None:
         """Read the command line.
 
         Args:
             op: the op's stem; results go to `<out>/<device>/bench_<op>.json`.
             argv: arguments, default `sys.argv[1:]`.
+            file: another stem of the results file.
         """
         parser = argparse.ArgumentParser(prog=f"bench_{op}")
         parser.add_argument("--only", default="", help="run the cases whose name holds this text")
@@ -211,12 +214,28 @@ class Bench:
         parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
         parser.add_argument("--commit", default="", help="commit to record where git cannot be asked")
         parser.add_argument("--reps", type=int, default=50, help="replays of each graph")
+        parser.add_argument("--jobs", type=int, default=0, help="compile and check in so many processes first (on a GPU)")
+        parser.add_argument("--part", default="0/1", help="run one group of cases in so many: 2/8 are the groups 2, 10, 18, ..")
         self.args = parser.parse_args(argv)
-        self.op = op
+        self.part, self.parts = map(int, self.args.part.split("/"))
+        self.groups: dict[str, int] = {}
+        self.op, self.file = op, file or f"bench_{op}"
         self.has_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.has_gpu else "cpu")
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
+        if self.args.jobs and self.has_gpu:
+            self._compile(self.args.jobs)
+
+    def _compile(self, jobs: int) -> None:
+        """Run this file's cases in processes that time nothing; what they compile stays in the caches on disk."""
+        options = ["--no-time", "--only", self.args.only, *(["--goals"] if self.args.goals else [])]
+        command = [sys.executable, sys.argv[0], *options, "--part"]
+        running = [subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(jobs)]
+        for process in running:
+            output = process.communicate()[0]
+            if process.returncode:
+                print(output, flush=True)
 
     def sizes(self, *, gpu: Sequence[T], cpu: Sequence[T]) -> Sequence[T]:
         """The sizes to loop over: `gpu` for measuring, `cpu` (few and small) where there is no GPU and results are only checked."""
@@ -236,6 +255,7 @@ class Bench:
         math: str = "fp8",
         copies: int | None = None,
         goal: Goal | None = None,
+        group: str = "",
         **extra: Any,
     ) -> None:
         """Check and time several implementations of one problem, in turns.
@@ -252,12 +272,15 @@ class Bench:
             math: "fp8" or "bf16": the rate that the limit counts with.
             copies: input copies to rotate over; default by `nbytes`.
             goal: what one implementation has to reach; a missed one is printed, and is no failure.
+            group: name that cases share which compile the same kernels; `--jobs` keeps them in one process. Default: each alone.
             extra: more columns for the rows (config, distribution, ..).
 
         Raises:
             ValueError: neither or both of `reference` and `check`.
         """
         if self.args.only not in shape or (self.args.goals and goal is None):
+            return
+        if self.groups.setdefault(group or shape, len(self.groups)) % self.parts != self.part:
             return
         if (reference is None) == (check is None):
             raise ValueError("Bench.case: give one of reference and check")
@@ -269,8 +292,11 @@ class Bench:
         host: dict[str, dict[str, float]] = {}
         for impl, make in impls.items():
             label = f"{self.op} {impl} {shape}"
-            first = make(0)
-            wrong = checked(first, check, self.device)
+            try:
+                first = make(0)
+                wrong = checked(first, check, self.device)
+            except Exception as failure:  # one implementation that cannot is no reason to lose the rows of the others
+                wrong = f"{type(failure).__name__}: {failure}"
             if wrong is not None:
                 self._fail(f"{label}: {wrong}")
                 continue
@@ -310,6 +336,21 @@ class Bench:
             self.rows.append(row)
             self._print(row)
 
+    def gain(self, name: str, shapes: Sequence[str], at_least: float) -> None:
+        """One row over many cases: the geometric mean of how many times faster than their goals' rivals they are; none unless all were judged.
+
+        Args:
+            name: name of the row, as a case's shape.
+            shapes: the cases, each with a goal "ratio".
+            at_least: what the mean has to reach.
+        """
+        rows = [r for r in self.rows if r["shape"] in shapes and str(r.get("goal", "")).startswith("ratio")]
+        if not rows or len(rows) < len(shapes):
+            return
+        row = {"op": self.op, "impl": rows[0]["impl"], "shape": name, **gain_columns(rows, at_least), **provenance(self.args.commit)}
+        self.rows.append(row)
+        print(f"{row['op']} {row['impl']:10} {row['shape']}: {_judged(row)}", flush=True)
+
     def _fail(self, text: str) -> None:
         self.failures.append(text)
         print(f"FAILED {text}", flush=True)
@@ -330,7 +371,7 @@ class Bench:
         """Merge the rows into the results file (a row replaces the older one of its op, implementation and shape)."""
         if not self.rows:
             return None
-        path = self.args.out / device_folder() / f"bench_{self.op}.json"
+        path = self.args.out / device_folder() / f"{self.file}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = json.loads(path.read_text()) if path.exists() else []
         merged = {(r["op"], r["impl"], r["shape"]): r for r in [*rows, *self.rows]}

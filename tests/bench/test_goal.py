@@ -1,4 +1,5 @@
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,67 @@ def test_ratio_compares_two_implementations_of_one_case():
     assert goal.columns({"impl": "small"}, times) == {}
     assert goal.columns({"impl": "large"}, {"large": 2.5}) == {}  # the other one failed its check
     assert not goal.columns({"impl": "large"}, {"small": 1.0, "large": 2.0})["goal_met"]
+
+
+def test_ratio_to_the_fastest_of_several():
+    goal = Goal("ratio", 1.0, to=("a", "b"))
+    times = {"triton": 3.0, "a": 4.0, "b": 2.0}
+    text = "ratio to the best of a, b <= 1"
+    assert goal.columns({"impl": "triton"}, times) == {"goal": text, "goal_value": 1.5, "goal_met": False, "goal_to": "b"}
+    assert goal.columns({"impl": "triton"}, times | {"b": 6.0}) == {"goal": text, "goal_value": 0.75, "goal_met": True, "goal_to": "a"}
+    assert goal.columns({"impl": "triton"}, {"triton": 3.0, "a": 4.0}) == {}  # the faster one may be the one that is missing
+    assert str(Goal("ratio", 1.0, to=("a",))) == str(Goal("ratio", 1.0, to="a")) == "ratio to a <= 1"
+
+
+def test_gain_over_many_cases(capsys):
+    bench = Bench("op", [])
+    row = {"op": "op", "impl": "triton", "goal": "ratio to a <= 1"}
+    bench.rows += [row | {"shape": "x", "goal_value": 0.5, "goal_met": True}, row | {"shape": "y", "goal_value": 0.8, "goal_met": True}]
+    bench.rows.append({"op": "op", "impl": "a", "shape": "x"})
+    bench.gain("two", ["x", "y"], 1.5)
+    bench.gain("one that was not judged is missing", ["x", "y", "z"], 1.5)
+    (mean,) = bench.rows[3:]
+    assert mean["goal"] == "geometric mean of rival / ours >= 1.5" and mean["goal_value"] == 1.581 and mean["goal_met"]  # sqrt(2 * 1.25)
+    assert (mean["op"], mean["impl"], mean["shape"]) == ("op", "triton", "two") and "two: goal geometric mean" in capsys.readouterr().out
+    bench.gain("two", ["x", "y"], 1.6)
+    assert not bench.rows[-1]["goal_met"]
+
+
+def test_results_file_of_another_name(tmp_path):
+    bench = Bench("op", ["--out", str(tmp_path)], file="op_of_few_rows")
+    bench.rows.append({"op": "op", "impl": "triton", "shape": "x"})
+    assert bench.write().name == "op_of_few_rows.json" and Bench("op", []).file == "bench_op"
+
+
+def test_parts_of_a_run_share_the_cases_and_keep_groups_together(capsys):
+    ran = []
+    for part in ("0/2", "1/2"):
+        bench = Bench("op", ["--part", part])
+        for name in ("a 1", "a 2", "b 1", "c 1", "b 2"):
+            bench.case(name, {"triton": lambda copy: lambda: torch.ones(1)}, reference=lambda: torch.ones(1), nbytes=1, group=name[0])
+        ran.append([line.split(":")[0].removeprefix("op triton ") for line in capsys.readouterr().out.splitlines()])
+    assert ran == [["a 1", "a 2", "c 1"], ["b 1", "b 2"]]
+
+
+def test_jobs_run_every_part_of_the_same_cases(monkeypatch, tmp_path, capsys):
+    script = tmp_path / "bench_x.py"
+    script.write_text(
+        "import sys, pathlib\npathlib.Path(__file__ + sys.argv[-1][0]).write_text(' '.join(sys.argv[1:]))\nsys.exit('wrong ' + sys.argv[-1])"
+    )
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    Bench("x", ["--goals", "--only", "M=1 N"])._compile(2)
+    seen = [(tmp_path / f"bench_x.py{i}").read_text() for i in range(2)]
+    assert seen == [f"--no-time --only M=1 N --goals --part {i}/2" for i in range(2)]
+    assert "wrong 0/2" in capsys.readouterr().out
+
+
+def test_an_implementation_that_raises_costs_its_own_rows_alone(capsys):
+    def broken(copy):
+        raise RuntimeError("no such kernel")
+
+    bench = Bench("op", [])
+    bench.case("x", {"rival": broken, "triton": lambda copy: lambda: torch.ones(1)}, reference=lambda: torch.ones(1), nbytes=1)
+    assert bench.failures == ["op rival x: RuntimeError: no such kernel"] and "op triton x: right" in capsys.readouterr().out
 
 
 def test_baseline_and_a_row_without_the_figure_are_not_judged():
