@@ -14,7 +14,7 @@ from moe_ops.layer.dialects import detect, quantization_config, read_weight
 from moe_ops.layer.folding import capturing, prepare_at, state_of, wants_folding
 from moe_ops.layer.holders import Exact, _frozen
 from moe_ops.layer.load import Weight
-from moe_ops.quant.fold import fold_weight
+from moe_ops.quant.fold import fold_weight, is_folded
 from moe_ops.quant.quantize import quantize, quantize_folded, quantize_weight
 
 __all__ = ["Linear"]
@@ -233,12 +233,20 @@ class Linear(Exact):
         """Memory for `forward(.., out=, workspace=)` with up to `rows` rows, on the folded copy or the stored weight, whichever it will run on."""
         return max((dense_gemm_workspace(rows, w) for w in (self.prepare().ready(), self.weights())), key=torch.Tensor.numel)
 
-    def warmup_call(self, tokens: int) -> None:
-        """Calls with `tokens` zero rows, quantized ones too where the weight is, without and with a residual; what `moe_ops.warmup` runs."""
-        dtype, device = (self.weight.dtype if self.format is None else torch.bfloat16), self.weight.device
+    def warmup_call(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Calls with `tokens` zero rows, without and with a residual; what `moe_ops.warmup` runs.
+
+        A quantized weight gets 16-bit rows of `dtype`, and quantized ones: as it is stored, and as it is folded.
+        """
+        dtype, device = (self.weight.dtype if self.format is None else dtype), self.weight.device
         n, k = self.weight.shape
         x, residual = torch.zeros((tokens, k), dtype=dtype, device=device), torch.zeros((tokens, n), dtype=dtype, device=device)
-        for a in (x,) if self.format is None else (x, quantize_folded(x) if self.block != self.format.weight_block else quantize(x, self.format)):
+        rows: list[torch.Tensor | QTensor] = [x]
+        if self.format is not None and self.block == self.format.weight_block:
+            rows.append(quantize(x, self.format))
+        if any(isinstance(w, QTensor) and is_folded(w) for w in (self.prepare().ready(), self.weights())):
+            rows.append(quantize_folded(x))
+        for a in rows:
             self(a)
             self(a, residual=residual)
 

@@ -8,34 +8,44 @@ import torch
 from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor
+from moe_ops.layer.linear import Linear
 from moe_ops.quant.activation import Activation
+from moe_ops.quant.fold import is_folded
+from moe_ops.quant.quantize import quantize, quantize_folded
 
 __all__ = ["warmup"]
 
 
 def warmup(
-    target: "torch.nn.Module | tuple[QTensor | torch.Tensor, QTensor | torch.Tensor]",
+    target: "torch.nn.Module | QTensor | torch.Tensor | tuple[QTensor | torch.Tensor, QTensor | torch.Tensor]",
     max_tokens: int = 4096,
     *,
     top_k: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype = torch.bfloat16,
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     act: Activation | None = None,
 ) -> None:
     """Run a layer at each token count where a heuristic changes its mind, so that calls of 1 .. max_tokens tokens compile nothing.
 
+    What is run are the calls that leave `impl` and `config` to the library, on 16-bit and on quantized activations, in contiguous memory.
+
     Args:
-        target: a module that is or holds `MoELayer`s and `Linear`s; or the weights (w13, w2) that `fused_moe` will get.
+        target: a module that is or holds `MoELayer`s, `Linear`s and modules of your own with a method `warmup_call(tokens)`; or the weights (w13, w2)
+            that `fused_moe` will get; or one weight: (N, K) for `dense_gemm`, (heads, N, K) for `bmm` (both parts of `absorbed_kv_b`, one by one).
         max_tokens: most tokens of a call; a model's longest prefill.
         top_k: experts per token; needed for a pair of weights.
-        dtype: dtype of the tokens, for a pair of weights.
+        dtype: dtype of the tokens, for weights and for a `Linear` whose weight is quantized.
+        out_dtype: dtype of the result, for one weight.
         b13: as in `fused_moe`, for a pair of weights.
         b2: as in `fused_moe`, for a pair of weights.
         act: as in `fused_moe`, for a pair of weights.
 
     Raises:
-        ValueError: a pair of weights without top_k, a module that holds no MoELayer and no Linear, or max_tokens below 1.
+        TypeError: a target that is none of these.
+        ValueError: a pair of weights without top_k, one weight that is neither 2-D nor 3-D, a module that holds nothing to run, or max_tokens
+            below 1.
     """
     checks.int_range("warmup", "max_tokens", max_tokens, 1, 2**24)
     with torch.no_grad():
@@ -46,13 +56,40 @@ def warmup(
             for tokens in representatives(w13, top_k, max_tokens):
                 _run_weights(tokens, w13, w2, top_k, dtype, b13, b2, act)
             return
+        if isinstance(target, (QTensor, torch.Tensor)):
+            for tokens in dense_counts(target, max_tokens):
+                _run_weight(tokens, target, dtype, out_dtype)
+            return
+        if not isinstance(target, torch.nn.Module):
+            raise TypeError(f"warmup: target must be a module, a weight or a pair of weights, got {type(target).__name__}")
         layers: list[Any] = [m for m in target.modules() if hasattr(m, "warmup_call")]
         if not layers:
-            raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer and no Linear")
+            raise ValueError(f"warmup: {type(target).__name__} holds no MoELayer, no Linear and nothing else with a warmup_call")
         for layer in layers:
+            if isinstance(layer, Linear):
+                weights = (layer.prepare().ready(), layer.weights())
+                for tokens in sorted({count for w in weights for count in dense_counts(w, max_tokens)}):
+                    layer.warmup_call(tokens, dtype)
+                continue
             routed = getattr(layer, "routing", None)
             for tokens in _grid(max_tokens) if routed is None else representatives(layer.weights()[0], routed.top_k, max_tokens):
                 layer.warmup_call(tokens)
+
+
+def dense_counts(weight: "QTensor | torch.Tensor", max_tokens: int) -> list[int]:
+    """Token counts that reach every kernel variant of `dense_gemm` (weight (N, K)) or `bmm` (weight (heads, N, K)) up to `max_tokens` tokens."""
+    from moe_ops.gemm.dense_config import FUSED_ROWS, DenseGemmProblem, heuristic
+
+    checks.ndim("warmup", "target", weight.data if isinstance(weight, QTensor) else weight, (2, 3))
+    heads = weight.shape[0] if len(weight.shape) == 3 else 1
+    n, k = weight.shape[-2:]
+    arch, fmt = arch_of(weight.device), weight.scheme if isinstance(weight, QTensor) else "plain"
+
+    def choice(tokens: int) -> tuple[Any, ...]:
+        kinds = (DenseGemmProblem(tokens, heads, n, k, fmt, fused) for fused in ((False,) if fmt == "plain" else (False, True)))
+        return (*(heuristic(p, arch) for p in kinds), tokens <= FUSED_ROWS)
+
+    return sorted({*_changes(choice, max_tokens), *_grid(max_tokens)})
 
 
 def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) -> list[int]:
@@ -117,3 +154,18 @@ def _run_weights(
     ids = torch.zeros((tokens, top_k), dtype=torch.int32, device=w13.device)
     routing = Routing.from_topk(ids, torch.zeros((tokens, top_k), dtype=torch.float32, device=w13.device), w13.shape[0])
     fused_moe(x, w13, w2, routing, b13=b13, b2=b2, act=act)
+
+
+def _run_weight(tokens: int, w: "QTensor | torch.Tensor", dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    from moe_ops.gemm.bmm import bmm
+    from moe_ops.gemm.dense import dense_gemm
+
+    quantized = isinstance(w, QTensor)
+    x = torch.zeros((tokens, *w.shape[:-2], w.shape[-1]), dtype=dtype if quantized else w.dtype, device=w.device)
+    for a in (x, quantized_for(w, x)) if quantized else (x,):
+        (dense_gemm if len(w.shape) == 2 else bmm)(a, w, out_dtype=out_dtype)
+
+
+def quantized_for(w: QTensor, x: torch.Tensor) -> QTensor:
+    """Activations in the form that weight `w` multiplies."""
+    return quantize_folded(x) if is_folded(w) else quantize(x, w.format)
