@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ops.convert.families import family_of
-from moe_ops.convert.pairing import quantization_of, sort_tensors
+from moe_ops.convert.pairing import quantization_of, skipped_by, sort_tensors
 from moe_ops.convert.publish import read_manifest
 from moe_ops.convert.report import size
 from moe_ops.convert.source import STATE, ConvertError, read_source
@@ -33,7 +33,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     config = {**source.config, "quantization_config": source.quantization} if source.quantization else source.config
     problem, dialect, scales = None, None, set()
     try:
-        tensors = sort_tensors(config, source.tensors)
+        tensors = sort_tensors(config, source.tensors, skipped_by(quantization_of(config)))
         dialect = tensors.dialect.name
         scales = {s.name for s in tensors.scales.values()} | {s.name for stack in tensors.stacks.values() for s in stack.scales.values()}
     except ConvertError as error:

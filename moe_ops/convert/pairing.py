@@ -4,7 +4,7 @@ Looks at names, dtypes and shapes alone. Whatever does not fit together is an er
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,12 +83,33 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return config.get("quantization_config") or config.get("compression_config") or nested
 
 
-def sort_tensors(config: Mapping[str, Any], tensors: Mapping[str, Source]) -> Tensors:
+def skipped_by(section: Mapping[str, Any] | None) -> Callable[[str], bool]:
+    """Whether a `quantization_config` says of a module that it is not quantized: it names it, or what it lies below, or matches it (`re:`).
+
+    Raises:
+        ConvertError: a regular expression that does not compile.
+    """
+    keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    names = {str(name) for key in keys for name in (section or {}).get(key) or ()}
+    try:
+        patterns = [re.compile(name[3:]) for name in sorted(names) if name.startswith("re:")]
+    except re.error as error:
+        raise ConvertError(f"convert: config of the source: {error.pattern!r} is no regular expression: {error}") from None
+
+    def skipped(module: str) -> bool:
+        parts = module.split(".")
+        return any(".".join(parts[:i]) in names for i in range(1, len(parts) + 1)) or any(p.fullmatch(module) for p in patterns)
+
+    return skipped
+
+
+def sort_tensors(config: Mapping[str, Any], tensors: Mapping[str, Source], keep: Callable[[str], bool] = lambda module: False) -> Tensors:
     """Sort all tensors of a source and pair weights with scales.
 
     Args:
         config: content of config.json, with the `quantization_config` filled in from hf_quant_config.json where it lacks one.
         tensors: name -> tensor, in the source's order.
+        keep: whether a module is to stay as it is: a weight of a dtype that cannot be quantized is then one of the rest, not an error.
 
     Raises:
         ConvertError: a quantization that is not read, a dtype that safetensors does not define, an orphan, missing, doubled or wrongly shaped
@@ -99,13 +120,14 @@ def sort_tensors(config: Mapping[str, Any], tensors: Mapping[str, Source]) -> Te
     except ValueError as error:
         raise ConvertError(f"convert: config of the source: {error}") from None
     meta, used = _Meta(tensors), set()
+    odd = {n for n, s in tensors.items() if n.endswith(".weight") and s.dtype not in (*FLOATS, "F8_E4M3") and keep(n.removesuffix(".weight"))}
     for name, source in tensors.items():
         if source.dtype not in DTYPES:
             raise refuse(source, f"has dtype {source.dtype}, which is not known")
         stack = STACK.fullmatch(name)
         if stack and stack["bias"]:
             out.stacks.setdefault(stack["experts"], Stack(stack["experts"])).biases[stack["leaf"]] = source
-        elif (stack and len(source.shape) == 3) or (name.endswith(".weight") and len(source.shape) == 2):
+        elif (stack and len(source.shape) == 3) or (name.endswith(".weight") and len(source.shape) == 2 and name not in odd):
             # gate|up tiles of a stack are checked once its layout is known
             segments = 2 if stack and stack["leaf"] == "gate_up_proj" and source.shape[-2] % 2 == 0 else 1
             key = _scale_of(source, meta, out.dialect, segments)
@@ -125,7 +147,7 @@ def sort_tensors(config: Mapping[str, Any], tensors: Mapping[str, Source]) -> Te
     placed |= {s.name for stack in out.stacks.values() for s in (*stack.weights.values(), *stack.biases.values())}
     for name, source in tensors.items():
         if name not in placed:
-            _check_rest(source, tensors, out.dialect)
+            _check_rest(source, tensors, out.dialect, odd)
             out.rest.append(source)
     return out
 
@@ -135,13 +157,15 @@ def _scale_of(source: Source, meta: _Meta, dialect: Dialect, segments: int) -> s
         quantized = dialect.format is not None and dialect.format.name == "fp8_block"
         return scale_key(meta, source.name, dialect, segments=segments if quantized else 1)
     except ValueError as error:
-        raise ConvertError(f"convert: {source.file}: {str(error).removeprefix('checkpoint: ')}") from None
+        known = source.dtype in (*FLOATS, "F8_E4M3") or not source.name.endswith(".weight")
+        advice = "" if known else f"; --exclude {source.name.removesuffix('.weight')} copies it as it is"
+        raise ConvertError(f"convert: {source.file}: {str(error).removeprefix('checkpoint: ')}{advice}") from None
 
 
-def _check_rest(source: Source, tensors: Mapping[str, Source], dialect: Dialect) -> None:
+def _check_rest(source: Source, tensors: Mapping[str, Source], dialect: Dialect, odd: set[str]) -> None:
     """Refuse what only looks like the rest: scales without a weight and FP8 elements without a place."""
     stem, _, leaf = source.name.rpartition(".")
-    if _OTHER_SCALES.fullmatch(source.name):
+    if _OTHER_SCALES.fullmatch(source.name) or source.name in odd or (leaf in SCALE_SUFFIXES and f"{stem}.weight" in odd):
         return
     if leaf in SCALE_SUFFIXES[:2] or (leaf == "scale" and "scale" in dialect.suffixes and len(source.shape) > 1):
         beside = " (its weight is no matrix)" if f"{stem}.weight" in tensors else f": there is no {f'{stem}.weight'!r} in any file"

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_ops.convert.families import UNKNOWN, Family, Patterns, family_of, known_types
 from moe_ops.convert.layouts import name_conflicts, outputs, split_groups
-from moe_ops.convert.pairing import EXPERT, Stack, Tensors, is_float, refuse, sort_tensors
+from moe_ops.convert.pairing import EXPERT, Stack, Tensors, is_float, quantization_of, refuse, skipped_by, sort_tensors
 from moe_ops.convert.source import ConvertError
 from moe_ops.convert.types import Entry, Keep, Options, Output, Part, Source, TensorPlan, Weight
 from moe_ops.core.formats import ceil_div
@@ -44,8 +44,9 @@ class _Planner:
         self.config, self.tensors, self.options = config, tensors, options
         self.row = family
         self.family = family or UNKNOWN
-        self.sorted: Tensors = sort_tensors(config, tensors)
         self.include, self.exclude = Patterns("include", options.include), Patterns("exclude", options.exclude)
+        left = skipped_by(quantization_of(config))
+        self.sorted: Tensors = sort_tensors(config, tensors, lambda module: self.exclude.match(module) is not None or left(module))
         self.entries: dict[str, list[Entry]] = {}
         self.kept: set[str] = set()
         self.warnings: list[str] = []
@@ -62,11 +63,11 @@ class _Planner:
         entries = tuple(e for name in self.tensors for e in self.entries.get(name, ()))
         quantized = [e for e in entries if isinstance(e, Weight) and e.data_scale is not None]
         if not quantized:
-            reasons = sorted({e.reason for e in entries if isinstance(e, Keep)})
+            reasons = sorted({e.reason for e in entries})
             raise ConvertError(f"convert: nothing would be quantized; tensors are kept because: {'; '.join(reasons) or 'there are none'}")
         self._check_experts([e.name for e in quantized])
         self._check_names(entries)
-        self._warn(quantized)
+        self._warn(quantized, [e for e in entries if isinstance(e, Weight) and e.action == "dequantize"])
         return TensorPlan(entries, self.sorted.dialect, self.row and self.row.name, tuple(sorted(self.kept)), tuple(self.warnings))
 
     # ---- decisions
@@ -88,7 +89,8 @@ class _Planner:
             return "left unquantized by the source"
         if options.format == "mxfp8" and k % 32:
             if expert or included is not None:
-                raise refuse(source, f"has K = {k}, but mxfp8 has blocks of 32 along K; use --format fp8_block, or --exclude {module}")
+                kept = "keep all experts with --exclude 're:(.*\\.)?experts\\..*'" if expert else f"--exclude {module}"
+                raise refuse(source, f"has K = {k}, but mxfp8 has blocks of 32 along K; use --format fp8_block, or {kept}")
             return f"K = {k} is no multiple of 32"
         return None
 
@@ -102,19 +104,19 @@ class _Planner:
         if why is not None and scale is None:
             self._add(source, Keep(source, Part(), Output(source.name, source.dtype, source.shape), why))
         else:
-            self._add(source, self._weight(module, source, Part(), scale, Part(), (n, k), why is None, expert))
+            self._add(source, self._weight(module, source, Part(), scale, Part(), (n, k), why, expert))
 
     def _weight(
-        self, module: str, source: Source, part: Part, scale: Source | None, scale_part: Part, shape: tuple[int, int], quantized: bool, expert: bool
+        self, module: str, source: Source, part: Part, scale: Source | None, scale_part: Part, shape: tuple[int, int], why: str | None, expert: bool
     ) -> Weight:
-        if not quantized:
+        if why is not None:
             data, data_scale = Output(f"{module}.weight", "BF16", shape), None
         else:
             data, data_scale = outputs(module, shape, self.options)
         fmt = self.sorted.dialect.format
         held = _SHORT[source.dtype] if scale is None or fmt is None else fmt.name
-        action = "quantize" if scale is None else "reencode" if quantized else "dequantize"
-        return Weight(module, source, part, scale, scale_part, held, action, data, data_scale, expert)
+        action = "quantize" if scale is None else "reencode" if why is None else "dequantize"
+        return Weight(module, source, part, scale, scale_part, held, action, data, data_scale, expert, why or "")
 
     def _rest(self, source: Source) -> None:
         module = source.name.removesuffix(".weight")
@@ -168,17 +170,16 @@ class _Planner:
             raise refuse(up, f"is a stack of experts, whose layout is unknown for model_type {self.config.get('model_type')!r}")
         if stack.scales and layout.transposed:
             raise refuse(up, "is quantized in a transposed stack, whose scale blocks run along the wrong dimension")
-        quantized = not any(why)
-        if not quantized:
+        if why[0] is not None:
             self.kept.add(stack.experts)
         step = 2 if layout.interleaved else 1
         for i in range(e):
             for leaf, start in ((gate, 0), (upper, 1 if layout.interleaved else inter)):
                 part = Part(i, layout.transposed, start, step, inter)
-                self._piece(stack, "gate_up_proj", f"{stack.experts}.{i}.{leaf}", part, (inter, h), quantized)
-            self._piece(stack, "down_proj", f"{stack.experts}.{i}.{lower}", Part(i, layout.transposed), (h, inter), quantized)
+                self._piece(stack, "gate_up_proj", f"{stack.experts}.{i}.{leaf}", part, (inter, h), why[0])
+            self._piece(stack, "down_proj", f"{stack.experts}.{i}.{lower}", Part(i, layout.transposed), (h, inter), why[0])
 
-    def _piece(self, stack: Stack, leaf: str, module: str, part: Part, shape: tuple[int, int], quantized: bool) -> None:
+    def _piece(self, stack: Stack, leaf: str, module: str, part: Part, shape: tuple[int, int], why: str | None) -> None:
         """One matrix of one expert, and its bias."""
         source, scale, bias = stack.weights[leaf], stack.scales.get(leaf), stack.biases.get(leaf)
         scale_part = part
@@ -188,7 +189,7 @@ class _Planner:
             # gate and up have tiles of their own: `sort_tensors` refused a scale that covers both
             rows = ceil_div(part.rows, block)
             scale_part = Part(part.index, False, rows if part.start and block > 1 else part.start, part.step, rows)
-        self._add(source, self._weight(module, source, part, scale, scale_part, shape, quantized, True))
+        self._add(source, self._weight(module, source, part, scale, scale_part, shape, why, True))
         if bias is not None:
             out = Output(f"{module}.bias", bias.dtype, shape[:1])
             self._add(bias, Keep(bias, Part(part.index, False, part.start, part.step, part.rows), out, "bias"))
@@ -234,8 +235,7 @@ class _Planner:
                 self.kept = (self.kept - set(names)) | {experts}
 
     def _reason(self, module: str) -> str:
-        entry = self.entries[self.sorted.weights[module].name][0]
-        return entry.reason if isinstance(entry, Keep) else "kept by the options"
+        return self.entries[self.sorted.weights[module].name][0].reason
 
     def _check_names(self, entries: tuple[Entry, ...]) -> None:
         seen: dict[str, Entry] = {}
@@ -247,8 +247,14 @@ class _Planner:
                     raise ConvertError(f"convert: two tensors would be written as {out.name!r}")
                 seen[out.name] = entry
 
-    def _warn(self, quantized: list[Weight]) -> None:
+    def _warn(self, quantized: list[Weight], dequantized: list[Weight]) -> None:
         options = self.options
+        by_reason: dict[str, list[Weight]] = {}
+        for w in dequantized:
+            by_reason.setdefault(w.reason, []).append(w)
+        for reason, found in by_reason.items():
+            count = f"{len(found)} weights, {found[0].name} first, are" if len(found) > 1 else f"{found[0].name} is"
+            self.warnings.append(f"{count} {found[0].fmt} in the source and bf16 in the result: {reason}")
         names = [w.name for w in quantized]
         for group in split_groups(names, self.kept)[:3]:
             self.warnings.append(f"{group}: servers fuse these into one layer and refuse to load some quantized, some not")

@@ -180,6 +180,7 @@ class Weight:
         data: the weight of the result.
         data_scale: its scale; None for "dequantize".
         expert: it belongs to a routed expert.
+        reason: why it is not quantized, for "dequantize".
     """
 
     name: str
@@ -192,6 +193,7 @@ class Weight:
     data: Output
     data_scale: Output | None
     expert: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)

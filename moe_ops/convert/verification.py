@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ import torch
 from moe_ops.convert.comparison import compare_values
 from moe_ops.convert.compute import Done, Reader, Scales, Worker
 from moe_ops.convert.conversion import plan_conversion
-from moe_ops.convert.pairing import Tensors, quantization_of, sort_tensors
+from moe_ops.convert.pairing import Tensors, quantization_of, skipped_by, sort_tensors
 from moe_ops.convert.pieces import PIECE, OutFile, digest_of_cuts
 from moe_ops.convert.publish import CARD, changed_files, read_manifest
 from moe_ops.convert.quantizers import warm_up
@@ -42,6 +41,8 @@ class Verification:
         hashed: tensors whose bytes are those of the manifest.
         compared: tensors whose bytes are those that the source gives now.
         close: tensors whose values are those of the source up to rounding, where there is no manifest.
+        checked: what was looked at, whatever came of it.
+        not_checked: what nothing was compared with, and why.
         error: of all rounded weights against the source, where one was given.
     """
 
@@ -54,6 +55,8 @@ class Verification:
     hashed: int = 0
     compared: int = 0
     close: int = 0
+    checked: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
     error: Error | None = None
 
     @property
@@ -77,6 +80,8 @@ class Verification:
         if self.error is not None and math.isfinite(self.error.sqnr_db):
             e = self.error
             lines.append(f"error of rounded weights: SQNR {e.sqnr_db:.2f} dB, cosine {e.cosine:.6f}, relative {e.relative:.4f}")
+        lines += [f"checked: {', '.join(self.checked)}"] if self.checked else []
+        lines += [f"not checked: {text}" for text in self.not_checked]
         lines += [f"problem: {p}" for p in self.problems[:20]]
         if len(self.problems) > 20:
             lines.append(f"and {len(self.problems) - 20} more problems")
@@ -96,7 +101,8 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
     Returns:
         Verification; `ok` says whether anything is wrong. Checked are the headers, the index and its total_size, that every FP8 weight has exactly
         one scale of the right name, dtype and shape and the other way round, NaN in elements and scales (E8M0 byte 255), the config keys that
-        readers need, that the modules left unquantized are named there, and the hashes of the manifest, of tensors and of other files.
+        readers need, that the modules left unquantized are named there, and the hashes of the manifest, of tensors and of other files. Without a
+        manifest there are no hashes: whether bytes changed since they were written is not checked then; `not_checked` says so.
 
     Raises:
         ConvertError: no such folder, a source that cannot be read, or a device that is not there.
@@ -114,10 +120,12 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
         found = read_source(dst)
         made = read_manifest(Path(dst))
         config = {**found.config, "quantization_config": found.quantization} if found.quantization else found.config
-        tensors = sort_tensors(config, found.tensors)
+        tensors = sort_tensors(config, found.tensors, skipped_by(quantization_of(config)))
     except ConvertError as error:
         out.problems.append(str(error).removeprefix("convert: "))
+        out.not_checked.append("anything else: the folder cannot be read as a checkpoint")
         return out
+    out.checked += ["headers and index", "one scale for each quantized weight"]
     out.dialect = tensors.dialect.name
     scales = {s.name for s in tensors.scales.values()} | {s.name for stack in tensors.stacks.values() for s in stack.scales.values()}
     out.quantized = sum(1 for t in found.tensors.values() if t.dtype == "F8_E4M3")
@@ -132,15 +140,28 @@ def verify(dst: str | Path, *, against: str | Path | None = None, device: str = 
             (out.notes if name == CARD else out.problems).append(text)  # people add to a card
     except ConvertError as error:
         out.problems.append(str(error).removeprefix("convert: "))
+    out.checked.append("config keys that readers need")
     _check_bytes(found, tensors, scales, made, out, threads or cores())
-    if against is not None:
+    out.checked.append("NaN in quantized elements and scales")
+    if made is not None:
+        out.checked.append(f"SHA-256 of every tensor and every other file, from {MANIFEST}")
+    else:
+        out.not_checked.append(f"whether any byte is the one that was written: there is no {MANIFEST}, which would hold the hashes")
+    if against is None:
+        out.not_checked.append("whether these are the weights of a source: none was given (--against)")
+    else:
         if made is not None:
+            out.checked.append("every byte of every tensor against the source, converted again")
             _compare(found, made, against, device, threads or cores() + 1, out)
         elif tensors.dialect.format is not None:
+            out.checked.append("the values of every tensor against the source, up to rounding")
+            out.not_checked.append("the files beside the weights against those of the source")
             problems, out.close, sums = compare_values(found, tensors, against, threads or cores())
             out.problems += problems
             out.error = error_of(sums) if sums.count else None
             out.notes.append(f"there is no {MANIFEST}: compared with the source by value, not by bytes")
+        else:
+            out.not_checked.append("anything against the source: no tensor is quantized here")
     return out
 
 
@@ -172,24 +193,14 @@ def _check_config(found: Checkpoint, tensors: Tensors, config: Mapping[str, Any]
         missing = [k for k in ("quant_algo", "kv_cache_quant_algo", "exclude_modules") if k not in body]
         if missing:
             out.problems.append(f"hf_quant_config.json lacks {', '.join(missing)}, which vLLM demands")
-    skipped = [str(n) for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules") for n in section.get(key) or ()]
-    unnamed = [m for m, s in tensors.weights.items() if s.dtype in FLOATS and not _named(m, skipped)]
+    skipped = skipped_by(section)
+    unnamed = [m for m, s in tensors.weights.items() if s.dtype in FLOATS and not skipped(m)]
     if unnamed:
         text = f"{len(unnamed)} modules are not quantized and not named in quantization_config: {', '.join(unnamed[:3])}"
         (out.problems if own else out.notes).append(text)
-    wrongly = [m for m, s in tensors.weights.items() if s.dtype == "F8_E4M3" and _named(m, skipped)]
+    wrongly = [m for m, s in tensors.weights.items() if s.dtype == "F8_E4M3" and skipped(m)]
     if wrongly:
         out.problems.append(f"{len(wrongly)} modules are quantized, but quantization_config says they are not: {', '.join(wrongly[:3])}")
-
-
-def _named(module: str, skipped: Iterable[str]) -> bool:
-    for name in skipped:
-        if name.startswith("re:"):
-            if re.fullmatch(name[3:], module):
-                return True
-        elif module == name or module.startswith(name + "."):
-            return True
-    return False
 
 
 def _check_bytes(found: Checkpoint, tensors: Tensors, scales: set[str], made: dict[str, Any] | None, out: Verification, threads: int) -> None:

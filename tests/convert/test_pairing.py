@@ -69,6 +69,26 @@ def check_accounting(plan, tensors):
         assert taken[name] == (0 if name in scales else math.prod(source.shape)), name
 
 
+# ---- weights of a quantized source that lose their format
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "modules"),
+    (
+        ({"only": "experts"}, "not a routed expert", [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]),
+        ({"include": (r"re:.*experts\..*",)}, "matched by no --include", [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]),
+        ({"exclude": ("model.layers.0.self_attn.o_proj",)}, "excluded by model.layers.0.self_attn.o_proj", ["model.layers.0.self_attn.o_proj"]),
+    ),
+)
+def test_MAP_weights_that_become_bf16_are_named_with_the_reason(options, reason, modules):
+    plan = plan_tensors(FP8, fp8(), Options(**options))
+    lost = [e for e in plan.entries if isinstance(e, Weight) and e.action == "dequantize"]
+    assert [e.name for e in lost] == modules and {e.reason for e in lost} == {reason} and {e.data.dtype for e in lost} == {"BF16"}
+    count = f"4 weights, {modules[0]} first, are" if len(modules) > 1 else f"{modules[0]} is"
+    assert f"{count} fp8_block in the source and bf16 in the result: {reason}" in plan.warnings
+    assert not any("bf16 in the result" in w for w in plan_tensors(FP8, fp8(), Options()).warnings)
+
+
 # ---- stacks of experts
 
 

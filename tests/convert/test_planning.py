@@ -1,6 +1,7 @@
 """The plan of a conversion, from headers alone: what is quantized in each family, what never is, and which options are refused."""
 
 import math
+import re
 
 import pytest
 
@@ -210,8 +211,10 @@ def test_k_that_mxfp8_cannot_hold():
     assert "model.layers.0.mlp.odd" in quantized(plan_tensors(CONFIG, model() | odd, Options(format="fp8_block")))
     with pytest.raises(ConvertError, match=r"model.safetensors: 'model.layers.0.mlp.odd.weight' has K = 40, but mxfp8 has blocks of 32"):
         plan_tensors(CONFIG, model() | odd, Options(include=("model.layers.0.mlp.odd",)))
-    with pytest.raises(ConvertError, match="down_proj.*has K = 80"):
+    with pytest.raises(ConvertError, match=r"down_proj.*has K = 80.*keep all experts with --exclude 're:") as error:
         plan_tensors(CONFIG, model(inter=80), Options())
+    advice = re.search(r"--exclude '(.*)'", str(error.value))[1]
+    assert quantized(plan_tensors(CONFIG, model(inter=80), Options(exclude=(advice,)))) == {f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"}
 
 
 def test_MAP_big_tensors_of_no_known_kind_are_no_silent_leftovers():
@@ -229,6 +232,31 @@ def test_other_tensors_are_kept_as_they_are():
     assert set(others) <= set(kept(plan))
     assert "model.layers.0.linear_attn.conv1d" in plan.kept_modules  # a weight, though no matrix
     check_accounting(plan, tensors)
+
+
+ODD = {"model.layers.0.odd.weight": ("I64", (64, 64)), "model.layers.0.mask.weight": ("BOOL", (8, 8)), "model.e5.weight": ("F8_E5M2", (64, 64))}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_MAP_matrices_that_cannot_be_quantized_are_copied_where_the_user_says_so(name):
+    tensors, module = model() | sources(**{name: ODD[name], name + "_scale_inv": ("F32", (1, 1))}), name.removesuffix(".weight")
+    if ODD[name][0] != "F8_E5M2":
+        del tensors[name + "_scale_inv"]
+    with pytest.raises(ConvertError, match=rf"'{name}' must be float8_e4m3fn or a floating dtype, got .*; --exclude {module} copies it as it is"):
+        plan_tensors(CONFIG, tensors, Options())
+    plan = plan_tensors(CONFIG, tensors, Options(exclude=(module,)))
+    entry = next(e for e in plan.entries if e.data.name == name)
+    assert isinstance(entry, Keep) and (entry.data.dtype, entry.reason) == (ODD[name][0], f"excluded by {module}")
+    assert module in plan.kept_modules
+    check_accounting(plan, tensors)
+    # the config of the result says so, and is enough for the next conversion
+    named = CONFIG | {"quantization_config": {"quant_method": "mxfp8", "ignored_layers": [module]}}
+    assert name in kept(plan_tensors(named, {k: v for k, v in tensors.items() if "experts" not in k} | mx(), Options()))
+
+
+def mx():
+    names = [f"model.layers.0.mlp.experts.{e}.{x}_proj" for e in range(E) for x in ("gate", "up", "down")]
+    return sources(**{f"{n}.weight": ("F8_E4M3", (64, 64)) for n in names} | {f"{n}.weight_scale_inv": ("U8", (64, 2)) for n in names})
 
 
 def test_missing_experts_are_named():

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_ops.convert import ConvertError, convert, inspect, pieces, verify
-from moe_ops.convert.source import STATE
+from moe_ops.convert.source import MANIFEST, STATE
 
 INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00003.safetensors"
 EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
@@ -62,12 +62,16 @@ def test_tensors_that_are_cut(pristine, tmp_path, monkeypatch):
     assert found.ok and found.hashed == found.compared == 59
 
 
-def test_a_flipped_bit_is_found(result):
-    with open(result / FIRST, "r+b") as f:
-        f.seek(-3, os.SEEK_END)
+def flip_a_byte(folder, at=-3):
+    with open(folder / FIRST, "r+b") as f:
+        f.seek(at, os.SEEK_END)
         byte = f.read(1)
-        f.seek(-3, os.SEEK_END)
+        f.seek(at, os.SEEK_END)
         f.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_flipped_bit_is_found(result):
+    flip_a_byte(result)
     assert "is damaged: its bytes are not those that were written" in problems(result)
 
 
@@ -200,6 +204,51 @@ def test_results_of_other_tools_are_compared_by_value(change, text, result, pris
         assert found.ok and found.close == 59 - 26 and found.error.sqnr_db > 30 and "by value" in found.notes[-1] and "up to rounding" in found.text()
     else:
         assert text in "\n".join(found.problems)
+
+
+def test_WHOLE_what_was_compared_with_nothing_is_said(result, pristine):
+    """Without hashes a flipped bit of an element is just another element: `verify` must not look as if it had seen to that."""
+    own = verify(result)
+    assert any(MANIFEST in text and "SHA-256 of every tensor" in text for text in own.checked)
+    assert len(own.not_checked) == 1 and "--against" in own.not_checked[0] and f"not checked: {own.not_checked[0]}" in own.text()
+    full = verify(result, against=pristine)
+    assert not full.not_checked and "every byte of every tensor against the source, converted again" in full.checked
+
+    drop_manifest(result)
+    flip_a_byte(result)
+    found = verify(result)
+    assert found.ok and found.hashed == found.compared == found.close == 0
+    assert not any("SHA" in text or "source" in text for text in found.checked)
+    text = f"whether any byte is the one that was written: there is no {MANIFEST}"
+    assert len(found.not_checked) == 2 and found.not_checked[0].startswith(text) and f"not checked: {text}" in found.text()
+    assert json.loads(json.dumps(found.as_json()))["not_checked"] == found.not_checked
+    values = verify(result, against=pristine)
+    assert any("up to rounding" in t for t in values.checked) and values.not_checked[0].startswith(text)
+
+
+def test_a_folder_that_cannot_be_read_was_not_checked(result):
+    (result / FIRST).unlink()
+    found = verify(result)
+    assert not found.ok and not found.checked and "anything else" in found.not_checked[0]
+
+
+@pytest.mark.parametrize("layout", ("hf", "compressed-tensors", "modelopt"))
+def test_matrices_of_other_dtypes_are_copied_and_verified(layout, source, tmp_path):
+    odd = {
+        "model.layers.0.hash.weight": torch.arange(48).view(6, 8),
+        "model.layers.0.mask.weight": torch.eye(8, dtype=torch.bool),
+        "model.e5.weight": torch.arange(256, dtype=torch.uint8).view(8, 32).view(torch.float8_e5m2),
+    }
+    rewrite(source, lambda t: t.update(odd))
+    edit(source / INDEX, lambda c: c["weight_map"].update(dict.fromkeys(odd, FIRST)))
+    with pytest.raises(ConvertError, match=r"must be float8_e4m3fn or a floating dtype, got .*; --exclude \S+ copies it as it is"):
+        convert(source, tmp_path / "odd", layout=layout)
+    convert(source, tmp_path / "odd", layout=layout, exclude=[n.removesuffix(".weight") for n in odd])
+    there = load_file(tmp_path / "odd" / FIRST)
+    assert all(torch.equal(there[n].view(torch.uint8), t.view(torch.uint8)) and there[n].dtype == t.dtype for n, t in odd.items())
+    found = verify(tmp_path / "odd", against=source)
+    assert found.ok and found.compared == 62
+    assert inspect(tmp_path / "odd")["problem"] is None
 
 
 def test_results_of_quantized_and_stacked_sources_are_compared_by_value(result, tmp_path):
