@@ -5,6 +5,7 @@ Exit status: 0 good, 1 an error or a bad result, 2 wrong usage, 130 interrupted.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,17 +20,19 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace, work: Callable[[], tuple[dict[str, Any], str, bool]]) -> int:
+def _run(command: str, args: argparse.Namespace, work: Callable[[], tuple[dict[str, Any], str, bool]]) -> int:
     """Run a command that gives (JSON, text, good), and print."""
     try:
         content, text, good = work()
     except (ConvertError, ValueError, TypeError, OSError) as error:
+        # whoever asks for `verify` has no `convert` that failed
+        message = f"{command}: {re.sub('^(convert|verify): ', '', str(error))}"
         if args.json:
-            print(json.dumps({"ok": False, "message": str(error)}))
-        print(f"moe-ops: {error}", file=sys.stderr)
+            print(json.dumps({"ok": False, "message": message}))
+        print(f"moe-ops: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("moe-ops: interrupted; the same command goes on from here", file=sys.stderr)
+        print(f"moe-ops: {command}: interrupted{'; the same command goes on from here' if command == 'convert' else ''}", file=sys.stderr)
         return 130
     print(json.dumps(content, indent=1) if args.json else text)
     return 0 if good else 1
@@ -76,7 +79,7 @@ def convert_main(argv: Sequence[str] | None = None) -> int:
         )
         return report.as_json(), report.text(), True
 
-    return _run(args, work)
+    return _run("convert", args, work)
 
 
 def verify_main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +96,7 @@ def verify_main(argv: Sequence[str] | None = None) -> int:
         found = verify(args.dst, against=args.against, device=args.device)
         return found.as_json(), found.text(), found.ok
 
-    return _run(args, work)
+    return _run("verify", args, work)
 
 
 def inspect_main(argv: Sequence[str] | None = None) -> int:
@@ -108,4 +111,4 @@ def inspect_main(argv: Sequence[str] | None = None) -> int:
         found = inspect(args.path)
         return found, text_of(found), found["problem"] is None
 
-    return _run(args, work)
+    return _run("inspect", args, work)

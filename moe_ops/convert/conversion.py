@@ -100,7 +100,8 @@ def convert(
     else:
         if not unfinished:  # too little space leaves nothing behind that another command would have to remove
             _check_space(source, destination, files, {})
-        stamps = {file: [(source.path / file).stat().st_size, (source.path / file).stat().st_mtime_ns] for file in source.files}
+        stats = {file: (source.path / file).stat() for file in source.files}
+        stamps = {file: {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for file, stat in stats.items()}
         journal = Journal(destination, {**made, "files": stamps})
         try:
             if journal.fresh and any(p.name != STATE for p in destination.iterdir()):
@@ -134,7 +135,9 @@ def _already_there(destination: Path, made: dict[str, Any], files: Sequence[OutF
         raise ConvertError(f"convert: the destination {destination} is not empty and holds no conversion")
     changed = differences({k: found.get(k) for k in made}, made)
     if changed:
-        raise ConvertError(f"convert: {destination} holds another conversion: {'; '.join(changed[:3])}; remove it or choose another destination")
+        other = [text for text in changed if not text.startswith("source.sample.")]
+        what = f"another conversion: {'; '.join(other[:3])}" if other else f"the conversion of other weights under the same names: {changed[0]}"
+        raise ConvertError(f"convert: {destination} holds {what}; remove it or choose another destination")
     with ThreadPoolExecutor(threads) as pool:
         for file in files:
             tensors = found["files"].get(file.name, {}).get("tensors", {})
@@ -209,7 +212,7 @@ def _carry_out(
             records[file.name] = record
 
     total = sum(item.nbytes for f in files for item in f.items)
-    left = sum(item.nbytes for f in todo for item in f.items)
+    report.bytes_done = left = sum(item.nbytes for f in todo for item in f.items)
     hidden = None if progress is None else not progress
     try:
         if todo:

@@ -47,13 +47,13 @@ def has_index(source: Checkpoint, files: Sequence[OutFile]) -> bool:
 
 
 def identity_of(source: Checkpoint, files: Sequence[OutFile], report: Report) -> dict[str, Any]:
-    """What decides the bytes of a result: of the source, its headers and config."""
+    """What decides the bytes of a result: of the source, its headers, config and a few bytes of every tensor."""
     digest = hashlib.sha256(b"".join(f.header for f in files)).hexdigest()
     config = hashlib.sha256(json.dumps([source.config, source.quantization], sort_keys=True).encode()).hexdigest()
     return {
         "version": __version__,
         "options": describe_options(report.options),
-        "source": {"headers": dict(source.headers), "config": config},
+        "source": {"headers": dict(source.headers), "config": config, "sample": source.sample},
         "result": digest,
         "piece": PIECE,
     }

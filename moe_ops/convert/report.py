@@ -86,6 +86,7 @@ class Report:
         left_out: files of the source that were not copied.
         dry_run: nothing was written.
         resumed: files that an earlier run had finished.
+        bytes_done: bytes of the source that this run converted.
         complete: the result was already there, and was verified.
         seconds: how long this run took.
         cpu_seconds: of all cores together.
@@ -101,6 +102,7 @@ class Report:
     left_out: tuple[str, ...] = ()
     dry_run: bool = False
     resumed: tuple[str, ...] = ()
+    bytes_done: int = 0
     complete: bool = False
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -152,12 +154,14 @@ class Report:
             "tensors": self.counts(),
             "reencoded_exactly": self.exact(),
             "bytes_in": self.bytes_in,
+            "bytes_done": self.bytes_done,
             "bytes_out": self.bytes_out,
             "files": self.files,
             "resumed": list(self.resumed),
             "seconds": round(self.seconds, 3),
             "cpu_seconds": round(self.cpu_seconds, 3),
             "kept": {e.data.name: e.reason for e in self.plan.entries if isinstance(e, Keep)},
+            "dequantized": {e.data.name: e.reason for e in self.plan.entries if isinstance(e, Weight) and e.action == "dequantize"},
             "kept_modules": list(self.plan.kept_modules),
             "left_out": list(self.left_out),
             "warnings": list(self.plan.warnings),
@@ -165,22 +169,36 @@ class Report:
             "errors": {name: e.as_json() for name, e in self.errors().items()},
         }
 
+    def kept(self) -> list[str]:
+        """What is kept bit for bit, a line for each reason."""
+        groups: dict[str, list[str]] = defaultdict(list)
+        for e in self.plan.entries:
+            if isinstance(e, Keep):
+                groups[e.reason].append(e.data.name)
+        return [f"{reason}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}" for reason, names in groups.items()]
+
     def text(self) -> str:
         """A summary for people."""
         counts = self.counts()
         lines = [f"{self.source} -> {self.destination}: {self.options.format}, rounding {self.options.rule}, layout {self.options.layout}"]
         if self.complete:
-            lines.append("already complete; every byte of it was verified; of the source, headers and config were compared (all: verify --against)")
+            lines.append("already complete; every byte of it was verified")
+            lines.append("of the source, headers, config and 4 KiB of each tensor were compared (everything: verify --against)")
         parts = [f"{n} {kind}" for kind, n in counts.items() if n]
         lines.append(f"family {self.plan.family or 'unknown'}, source {held_in(self.plan)}; tensors: {', '.join(parts)}")
-        if counts["reencoded"] and not self.dry_run:
+        if counts["reencoded"] and self.sums:
             lines.append(f"of {counts['reencoded']} reencoded weights {self.exact()} kept the bytes of their elements exactly")
         lines.append(f"{size(self.bytes_in)} -> {size(self.bytes_out)} in {len(self.files)} file{'s' if len(self.files) > 1 else ''}")
+        kept = self.kept()
+        lines += [f"{'would keep' if self.dry_run else 'kept'}, {line}" for line in kept[:20]]
+        if len(kept) > 20:
+            lines.append(f"and for {len(kept) - 20} more reasons (--json has every tensor)")
         if self.dry_run:
-            lines += [f"would keep {e.data.name}: {e.reason}" for e in self.plan.entries if isinstance(e, Keep)][:20]
             lines.append("dry run: nothing was written")
-        elif self.seconds > 0 and not self.complete:
-            lines.append(f"{self.seconds:.1f} s, {size(self.bytes_in / self.seconds)}/s of source")
+        if self.resumed:
+            lines.append(f"went on from an earlier run: {len(self.resumed)} of {len(self.files)} files were finished, and verified byte for byte")
+        if self.seconds > 0 and self.bytes_done:
+            lines.append(f"{self.seconds:.1f} s, {size(self.bytes_done / self.seconds)}/s of source")
         overall = self.overall()
         if overall is not None:
             lines.append(f"error of rounded weights: SQNR {overall.sqnr_db:.2f} dB, cosine {overall.cosine:.6f}, relative {overall.relative:.4f}")
@@ -248,7 +266,7 @@ def card(report: Report, source: Checkpoint, version: str, front: Sequence[str])
             low, high = min(e.cosine for e in found), max(e.relative for e in found)
             lines.append(f"| {leaf} | {len(found)} | {_sqnr(mean)} | {_sqnr(worst)} | {low:.6f} | {high:.4f} |")
         lines += ["", "SQNR = 10 log10(sum x^2 / sum (x - y)^2); every weight's own figures are in moe_ops_convert.json."]
-    lines += ["", "## Kept as they were", ""]
+    lines += ["", "## Not quantized", ""]
     lines += [f"- `{name}`" for name in report.plan.kept_modules[:100]] or ["Every matrix was quantized."]
     if len(report.plan.kept_modules) > 100:
         lines.append(f"- and {len(report.plan.kept_modules) - 100} more, all named in config.json")

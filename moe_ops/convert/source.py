@@ -1,11 +1,13 @@
 """A checkpoint folder as the converter reads it: every header checked against its file and the index, and no weight loaded."""
 
+import functools
 import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ STATE = ".moe_ops_convert"
 
 #: How the shards of one model are named: number, how many there are.
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
+
+#: Bytes in the middle of every tensor by which weights under equal headers are told apart.
+SAMPLE = 4096
 
 _MAX_HEADER = 100 << 20  # the limit of the safetensors library
 #: Weights in other forms: they are not what the result holds, so they are not copied.
@@ -64,6 +69,35 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
+
+    @functools.cached_property
+    def sample(self) -> dict[str, str]:
+        """File -> SHA-256 of `SAMPLE` bytes out of each of its tensors: equal headers do not mean equal weights.
+
+        Raises:
+            ConvertError: bytes that cannot be read.
+        """
+        per_file: dict[str, list[Source]] = {file: [] for file in self.files}
+        for source in self.tensors.values():
+            per_file[source.file].append(source)
+        with ThreadPoolExecutor(8) as pool:
+            return dict(zip(per_file, pool.map(lambda file: _sample(self.path / file, per_file[file]), per_file), strict=True))
+
+
+def _sample(path: Path, tensors: Iterable[Source]) -> str:
+    digest, at = hashlib.sha256(), None
+    try:
+        with open(path, "rb", buffering=0) as f:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read beyond
+            for at in tensors:
+                n = min(SAMPLE, at.nbytes)
+                f.seek(at.begin + (at.nbytes - n) // 2)
+                digest.update(f.read(n))
+    except OSError as error:
+        name = f"tensor {at.name!r} of " if at else ""
+        raise ConvertError(f"convert: cannot read {name}{path}: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def locate(path: str | Path) -> tuple[Path, str]:

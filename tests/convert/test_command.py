@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_ops.cli import main
-from moe_ops.convert import ConvertError, conversion
+from moe_ops.convert import ConvertError, conversion, verification
 
 
 def test_convert_verify_inspect(pristine, tmp_path, capsys):
@@ -55,8 +55,8 @@ def test_errors_go_to_stderr_and_set_the_status(pristine, tmp_path, capsys):
     ):
         assert main([*argv, "--json"]) == 1
         printed = capsys.readouterr()
-        assert text in printed.err and printed.err.startswith("moe-ops: ")
-        assert text in json.loads(printed.out)["message"]
+        assert text in printed.err and printed.err.startswith(f"moe-ops: {argv[0]}: ") and printed.err.count("convert:") == (argv[0] == "convert")
+        assert text in json.loads(printed.out)["message"] and f"moe-ops: {json.loads(printed.out)['message']}\n" == printed.err
     assert not os.path.exists(out)
 
 
@@ -72,6 +72,34 @@ def test_a_bad_result_sets_the_status(pristine, tmp_path, capsys):
     assert "NOT OK" in capsys.readouterr().out
 
 
+def test_what_is_kept_is_listed_by_reason(pristine, tmp_path, capsys):
+    assert main(["convert", str(pristine), str(tmp_path / "out"), "--dry-run", "--exclude", "re:.*o_proj"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line for line in lines if line.startswith("would keep")) == [
+        "would keep, excluded by re:.*o_proj: model.layers.0.self_attn.o_proj.weight and 1 more",
+        "would keep, never quantized: embedding: model.embed_tokens.weight",
+        "would keep, never quantized: norm: model.layers.0.input_layernorm.weight and 2 more",
+        "would keep, never quantized: output head: lm_head.weight",
+        "would keep, never quantized: router: model.layers.0.mlp.gate.weight and 1 more",
+    ]
+
+
+def test_weights_that_lose_their_format_are_a_warning_everywhere(pristine, tmp_path, capsys):
+    fp8, out = str(tmp_path / "fp8"), tmp_path / "out"
+    assert main(["convert", str(pristine), fp8, "--format", "fp8_block", "--rounding", "pow2"]) == 0
+    capsys.readouterr()
+    text = "8 weights, model.layers.0.self_attn.k_proj first, are fp8_block in the source and bf16 in the result: not a routed expert"
+    for more in (["--dry-run"], ["--json"], []):
+        assert main(["convert", fp8, str(out), "--only", "experts", *more]) == 0
+        printed = capsys.readouterr().out
+        assert text in printed and ("--json" in more or f"warning: {text}" in printed)
+        if "--json" in more:
+            assert json.loads(printed)["warnings"] == [text]
+            assert set(json.loads(printed)["dequantized"].values()) == {"not a routed expert"}
+    assert "already complete" in printed and "reencoded weights" not in printed  # how many kept their bytes is not known again
+    assert f"Note: {text}." in (out / "README.md").read_text()
+
+
 def test_interrupt(pristine, tmp_path, monkeypatch, capsys):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
@@ -79,6 +107,9 @@ def test_interrupt(pristine, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(conversion, "plan_conversion", stop)
     assert main(["convert", str(pristine), str(tmp_path / "out")]) == 130
     assert "goes on from here" in capsys.readouterr().err
+    monkeypatch.setattr(verification, "read_source", stop)
+    assert main(["verify", str(pristine)]) == 130
+    assert capsys.readouterr().err == "moe-ops: verify: interrupted\n"
 
 
 def test_progress_bar_has_rate_and_time_left(pristine, tmp_path):

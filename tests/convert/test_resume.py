@@ -12,7 +12,8 @@ import pytest
 from filelock import FileLock
 
 from moe_ops.convert import ConvertError, conversion, convert, journal, stream
-from moe_ops.convert.source import STATE
+from moe_ops.convert.report import size
+from moe_ops.convert.source import STATE, read_source
 
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -62,6 +63,11 @@ def test_resume_redoes_only_what_is_not_finished(finished, stopped, pristine, wh
     assert sum(n in names for n in SHARDS) == finished and f"{SHARDS[finished]}.tmp" in names
     report = convert(pristine, out)
     assert report.resumed == tuple(SHARDS[:finished])
+    assert ("went on from an earlier run" in report.text()) == bool(finished)
+    assert not finished or f"{finished} of 3 files were finished, and verified" in report.text()
+    # the rate is that of what this run did
+    left = sum(t.nbytes for t in read_source(pristine).tensors.values() if t.file in SHARDS[finished:])
+    assert report.bytes_done == left and f"{size(left / report.seconds)}/s" in report.text()
     assert content(out) == whole
 
 
@@ -120,7 +126,24 @@ def test_same_options_spelled_out_are_the_same(stopped, pristine, whole, content
 def test_changed_source_is_refused(stopped, source):
     out = stopped(1, source)
     os.utime(source / SHARDS[2], ns=(1, 1))
-    with pytest.raises(ConvertError, match="of another source"):
+    with pytest.raises(ConvertError, match=rf"of another source: files\.{SHARDS[2]}\.mtime_ns was \d+ and is 1;"):
+        convert(source, out)
+
+
+def test_WHOLE_other_weights_under_equal_headers_are_no_complete_result(source, tmp_path):
+    """A fine-tuned model has the names, shapes and sizes of the one that it came from."""
+    out = tmp_path / "out"
+    convert(source, out)
+    os.utime(source / SHARDS[1])
+    assert convert(source, out).complete  # a copy, or a fresh download
+    with open(source / SHARDS[1], "r+b") as f:  # one tensor of another value
+        found = read_source(source).tensors["model.layers.1.self_attn.v_proj.weight"]
+        f.seek(found.begin)
+        raw = f.read(found.nbytes)
+        f.seek(found.begin)
+        f.write(raw[::-1])
+    text = rf"out holds the conversion of other weights under the same names: source\.sample\.{SHARDS[1]} was"
+    with pytest.raises(ConvertError, match=text):
         convert(source, out)
 
 
@@ -130,6 +153,7 @@ def test_complete_result_is_verified_and_left_alone(pristine, tmp_path, content)
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     report = convert(pristine, tmp_path / "out")
     assert report.complete and content(tmp_path / "out") == before
+    assert "already complete" in report.text() and "everything: verify --against" in report.text()
     assert stamps == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     with open(tmp_path / "out" / SHARDS[1], "r+b") as f:
         f.seek(-1, os.SEEK_END)
