@@ -13,6 +13,8 @@ GPU_JOBS ?= 8
 # A plain install of torch brings no Triton on a CPU machine, and a CUDA build of torch 2.13 refuses another Triton than this.
 TORCH ?= torch==2.13.0 triton==3.7.1
 TRANSFORMERS ?= transformers==5.17.0
+# Headers alone: what the package depends on is for tools that nobody here calls.
+CUTLASS ?= nvidia-cutlass==4.2.0.0
 # Other Triton versions that every kernel must compile with; `make test-all` fetches them next to .venv.
 OTHER_TRITONS ?= 3.6.0 3.9.0
 
@@ -42,6 +44,7 @@ $(VENV)/bin/python:
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet $(TORCH) $(TRANSFORMERS) -e '.[hf,test,bench]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps $(CUTLASS)
 	touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
@@ -72,6 +75,7 @@ test-all: test $(READY)
 	done
 	PYTHONPATH=build/triton-$(lastword $(OTHER_TRITONS)):. $(PY) -m pytest -q -n $(JOBS) tests/gemm
 	$(PY) -m pytest -q tests/convert/test_kill.py --kills 30
+	$(PY) -m pytest -q tests/gemm/test_cutlass_build.py --all-cutlass
 
 # Every kernel at small shapes under compute-sanitizer, each tensor an allocation of its own so that one element too far is seen.
 memcheck: $(READY)

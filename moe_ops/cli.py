@@ -11,6 +11,7 @@ COMMANDS = {
     "convert": ("moe_ops.convert.command:convert_main", "convert a checkpoint to MXFP8 or FP8 blocks"),
     "verify": ("moe_ops.convert.command:verify_main", "check a converted checkpoint, every byte of it"),
     "inspect": ("moe_ops.convert.command:inspect_main", "describe a checkpoint from its headers"),
+    "build": ("moe_ops.gemm.cutlass_command:main", "compile the CUTLASS kernels ahead of time"),
     "env": ("moe_ops.gemm.env:main", "versions, GPUs, caches, and which implementations can run here and why not"),
     "demo": ("moe_ops.demo:main", "run small random Qwen3-MoE, DeepSeek-V3, Mixtral and gpt-oss models with quantized experts"),
 }

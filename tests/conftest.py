@@ -5,6 +5,7 @@ Options:
     --require-gpu   fail at once where there is no GPU, instead of skipping (`make test-gpu`)
     --results FILE  write the counts, the machine and the versions of the run as JSON
     --commit ID     the commit that --results names
+    --all-cutlass   compile every CUTLASS kernel, not one of each architecture (`make test-all`)
     --kills N       how often tests/convert/test_kill.py kills a conversion (`make test-all` asks for 30)
 """
 
@@ -101,6 +102,7 @@ def pytest_addoption(parser):
     group.addoption("--require-gpu", action="store_true", help="fail where there is no GPU")
     group.addoption("--results", help="write a JSON record of the run to this file")
     group.addoption("--commit", default="", help="commit that --results names")
+    group.addoption("--all-cutlass", action="store_true", help="compile every CUTLASS kernel, not one of each architecture")
     group.addoption("--kills", type=int, default=5, help="how often a conversion is killed")
 
 

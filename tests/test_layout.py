@@ -254,8 +254,8 @@ def test_documents_name_paths_that_exist():
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 150
 
 
-def test_documents_name_the_one_environment_variable_that_is_read():
+def test_documents_name_the_environment_variables_that_are_read():
     used = {v for p in modules() for v in re.findall(r"MOE_OPS_[A-Z_]+", p.read_text())}
-    assert used == {"MOE_OPS_ARCH"}
+    assert used == {"MOE_OPS_ARCH", "MOE_OPS_CACHE"}
     for document in ("README.md", "CONTRIBUTING.md"):
         assert set(re.findall(r"MOE_OPS_[A-Z_]+", (ROOT / document).read_text())) == used, document

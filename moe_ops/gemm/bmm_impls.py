@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.bmm import bmm_ref
 from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm, refuse_traced
 from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
@@ -24,6 +25,7 @@ def _torch_plan(p: Problem, where: Where) -> str:
 IMPLEMENTATIONS = (
     Implementation("triton", True, triton_reason, _triton_plan),
     Implementation("deep_gemm", False, bmm_reason, bmm_plan),
+    Implementation("cutlass", False, cutlass.reason, cutlass.plan),
     Implementation("torch", True, torch_reason, _torch_plan),
 )
 
@@ -39,6 +41,8 @@ def run_named(impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype:
         choose(problem, Where.of(a.device), impl)
     elif impl == "deep_gemm":
         refuse_traced(problem, a.device)
+    elif impl == "cutlass":
+        cutlass.refuse_traced(problem, a.device)
     if impl == "torch":
         y = bmm_ref(a, a_scale, w, w_scale, fmt, rule, out_dtype)
         return y if out is None else out.copy_(y)

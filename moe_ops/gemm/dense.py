@@ -16,7 +16,7 @@ from moe_ops.quant.rows import rows_ref
 
 __all__ = ["dense_gemm", "dense_gemm_workspace"]
 
-IMPLS = ("triton", "deep_gemm", "torch")
+IMPLS = ("triton", "deep_gemm", "cutlass", "torch")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -303,8 +303,8 @@ def dense_gemm(
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
         out: (M, N), last stride 1, receives the result.
         workspace: from `moe_ops.gemm.dense.dense_gemm_workspace`, for calls with `out`: then nothing is allocated.
-        impl: "triton", "deep_gemm" (allocates), "torch" (`torch._scaled_mm` where it fits, else the reference), or None, which takes "triton" on CUDA
-            and the reference on a CPU. `moe_ops.explain` tells who can.
+        impl: "triton", "deep_gemm" or "cutlass" (both allocate), "torch" (`torch._scaled_mm` where it fits, else the reference), or None, which
+            takes "triton" on CUDA and the reference on a CPU. `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that a row's bits do not depend on M.
 
     Returns:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from moe_ops.core.arch import arch_of, unsupported_reason
-from moe_ops.gemm import deep_gemm
+from moe_ops.gemm import cutlass_build, deep_gemm
 from moe_ops.gemm.explain import explain_problem
 from moe_ops.gemm.registry import Problem, Where
 
-PACKAGES = ("quantized-moe-ops", "torch", "triton", "transformers", "sgl-deep-gemm", "deep-gemm", "apache-tvm-ffi")
+PACKAGES = ("quantized-moe-ops", "torch", "triton", "transformers", "sgl-deep-gemm", "deep-gemm", "apache-tvm-ffi", "nvidia-cutlass")
 #: Problems that stand for what a model asks: a rank of Qwen3-235B-A22B with eight experts, gate_up, and projections of DeepSeek-V3.
 PROBLEMS = {
     "linear layer, FP8 blocks": Problem("dense_gemm", "fp8_block", 16, 1536, 7168, unquantized=True),
@@ -69,7 +69,8 @@ def cache_state(path: Path) -> dict[str, Any]:
 def _caches() -> dict[str, dict[str, Any]]:
     home = Path(os.environ.get("HOME") or os.path.expanduser("~"))
     triton = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or home, ".triton", "cache")
-    return {"triton": cache_state(Path(triton)), "deep_gemm": cache_state(Path(os.environ.get("DG_JIT_CACHE_DIR") or home / ".deep_gemm"))}
+    deep = os.environ.get("DG_JIT_CACHE_DIR") or home / ".deep_gemm"
+    return {"triton": cache_state(Path(triton)), "deep_gemm": cache_state(Path(deep)), "cutlass": cache_state(cutlass_build.cache_dir())}
 
 
 def environment() -> dict[str, Any]:
@@ -84,6 +85,8 @@ def environment() -> dict[str, Any]:
         "packages": {p: _version(p) for p in PACKAGES} | {"torch": torch.__version__},
         "gpus": _gpus(),
         "nvcc": deep_gemm.compiler(),
+        "cutlass_headers": cutlass_build.headers(),
+        "cutlass_kernels": {i.name: not cutlass_build.missing([i]) for i in cutlass_build.INSTANTIATIONS},
         "caches": _caches(),
         "implementations": {
             title: {"chosen": a.chosen, **{e.name: {"can": e.reason is None, "what": e.plan or e.reason} for e in a.entries}}
@@ -101,7 +104,10 @@ def as_text(found: dict[str, Any]) -> str:
     for number, gpu in enumerate(found["gpus"]):
         against = f"; {gpu['reason_against']}" if gpu["reason_against"] else ""
         lines.append(f"GPU {number}: {gpu['name']}, SM{gpu['sm']}, {gpu['multiprocessors']} multiprocessors, {gpu['gib']} GiB{against}")
-    lines.append(f"nvcc: {found['nvcc'] or 'none (only DeepGEMM needs it)'}")
+    lines.append(f"nvcc: {found['nvcc'] or 'none (only DeepGEMM and building the CUTLASS kernels need it)'}")
+    lines.append(f"CUTLASS headers: {found['cutlass_headers'] or f'none ({cutlass_build.INSTALL} --no-deps; only building its kernels needs them)'}")
+    built = [name for name, there in found["cutlass_kernels"].items() if there]
+    lines.append(f"CUTLASS kernels built: {', '.join(built) or 'none (moe-ops build cutlass)'}")
     for name, cache in found["caches"].items():
         state = f"{cache['entries']} entries" if cache["entries"] is not None else "unreadable"
         lines.append(f"{name} cache: {cache['path']}, {state}{'' if cache['writable'] else ', NOT WRITABLE: every process compiles anew'}")

@@ -132,7 +132,8 @@ def explain(
 
     Numerics: none; nothing is computed.
 
-    Cost: none, but for the first question about DeepGEMM where it is installed: that starts a process which tries it, for some seconds.
+    Cost: none, but for the first question about DeepGEMM where it is installed, and about CUTLASS where its kernels have been built: that starts
+        a process which tries them, for some seconds.
     """
     name = "explain"
     checks.one_of(name, "op", op, operations())

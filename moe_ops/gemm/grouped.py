@@ -237,8 +237,9 @@ def grouped_gemm(
         bias: (E, N) fp32, bf16 or fp16, or None.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
         out: contiguous tensor of the result's shape that receives it; then the call allocates nothing.
-        impl: "triton", "deep_gemm" (leads the rows into that library's layout and back; allocates), "torch" (`torch._grouped_mm` where it fits, else
-            the reference, which reads counts on the host), or None: "triton" on CUDA and the reference on a CPU. `moe_ops.explain` tells who can.
+        impl: "triton", "deep_gemm" (leads the rows into that library's layout and back; allocates), "cutlass" (reads rows as they lie, gathered
+            ones after a copy; allocates; compiled on first use), "torch" (`torch._grouped_mm` where it fits, else the reference, which reads counts
+            on the host), or None: "triton" on CUDA and the reference on a CPU. `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that calls of other shapes give the same bits.
 
     Returns:

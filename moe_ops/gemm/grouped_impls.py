@@ -1,4 +1,4 @@
-"""The implementations of `grouped_gemm`, best first: Triton (ours), DeepGEMM when asked for, and torch."""
+"""The implementations of `grouped_gemm`, best first: Triton (ours), DeepGEMM and CUTLASS when asked for, and torch."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 
 from moe_ops.core import checks
 from moe_ops.core.arch import too_old_reason
+from moe_ops.gemm import cutlass_choice as cutlass
+from moe_ops.gemm.cutlass_gemm import cutlass_grouped
 from moe_ops.gemm.deep_gemm import deep_gemm_grouped, grouped_plan, grouped_reason, refuse_traced
 from moe_ops.gemm.grouped import _ref_into
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel
@@ -41,6 +43,7 @@ def _torch_plan(p: Problem, where: Where) -> str:
 IMPLEMENTATIONS = (
     Implementation("triton", True, triton_reason, _triton_plan),
     Implementation("deep_gemm", False, grouped_reason, grouped_plan),
+    Implementation("cutlass", False, cutlass.reason, cutlass.plan),
     Implementation("torch", True, torch_reason, _torch_plan),
 )
 
@@ -48,25 +51,31 @@ IMPLEMENTATIONS = (
 def run_named(
     impl: str, problem: Problem, operands: tuple[Any, ...], out_dtype: torch.dtype, out: torch.Tensor | None, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """`grouped_gemm` of checked operands by DeepGEMM or torch. Traced by torch.compile, the problem is asked and the machine is not.
+    """`grouped_gemm` of checked operands by DeepGEMM, CUTLASS or torch. Traced by torch.compile, the problem is asked and the machine is not.
 
     Raises:
         ValueError: an unknown implementation, or one that cannot run this.
     """
     a, a_scale, w, w_scale, bias, offsets, order, top_k, fmt, segments = operands
-    checks.one_of(problem.op, "impl", impl, ("triton", "deep_gemm", "torch"))
+    checks.one_of(problem.op, "impl", impl, ("triton", "deep_gemm", "cutlass", "torch"))
     own_kernel = False
     if not torch.compiler.is_compiling():
         where = Where.of(a.device)
         choose(problem, where, impl)
         own_kernel = impl == "torch" and grouped_mm_reason(problem, where) is None
+        if impl == "cutlass":
+            cutlass.make_ready(problem, where)
     elif impl == "deep_gemm":
         refuse_traced(problem, a.device)
+    elif impl == "cutlass":
+        cutlass.refuse_traced(problem, a.device)
     if own_kernel:
         return grouped_mm(a, w, offsets)
     result = a.new_empty(shape, dtype=out_dtype) if out is None else out
     if impl == "deep_gemm":
         deep_gemm_grouped(a, a_scale, w, w_scale, offsets, order, top_k, fmt, result)
+    elif impl == "cutlass":
+        cutlass_grouped(a, a_scale, w, w_scale, offsets, order, top_k, fmt, segments, result)
     else:
         _ref_into(a, a_scale, w, w_scale, bias, offsets, order, top_k, fmt, segments, result)
     return result

@@ -23,6 +23,7 @@ HOPPER = Where(registry.arch_of_capability(90), True, 0, "cuda:0")
 def bare(monkeypatch):
     """A machine without GPU, nvcc and deep_gemm."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MOE_OPS_CACHE", "/nowhere")
     monkeypatch.setattr(deep_gemm, "compiler", lambda: None)
     monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda name: None)
 
@@ -42,10 +43,12 @@ def test_env_a_bare_machine_says_why_for_each(bare):
     answer = explain("grouped_gemm", **DECODE)
     assert answer.chosen == "torch" and answer["triton"].reason == "needs CUDA tensors, got cpu"
     reason = answer["deep_gemm"].reason
+    assert "cutlass_sm90a_grouped_64x128x128 has not been built (moe-ops build cutlass)" in answer["cutlass"].reason
+    assert "no nvcc (CUDA_HOME" in answer["cutlass"].reason and "no CUTLASS headers" in answer["cutlass"].reason
     assert "deep_gemm is not installed (pip install sgl-deep-gemm" in reason and "no CUDA GPU" in reason and "no nvcc (CUDA_HOME" in reason
     text = str(answer)
     assert text.splitlines()[0] == "grouped_gemm fp8_block: 16 rows, 8 groups, N = 3072, K = 4096, to bfloat16; on cpu (cpu)"
-    assert [line.split()[0] for line in text.splitlines()[1:]] == ["triton", "deep_gemm", "torch"]
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["triton", "deep_gemm", "cutlass", "torch"]
     assert "cannot: needs CUDA tensors" in text and "runs (the first that can): fp32 products of the dequantized operands" in text
 
 
@@ -167,8 +170,8 @@ def test_asking_for_a_gpu_where_there_is_none(bare):
 
 
 def test_an_answer_has_no_entry_for_a_name_it_does_not_know():
-    with pytest.raises(KeyError, match="cutlass"):
-        explain("grouped_gemm", **DECODE, device="sm90")["cutlass"]
+    with pytest.raises(KeyError, match="cublas"):
+        explain("grouped_gemm", **DECODE, device="sm90")["cublas"]
 
 
 @pytest.mark.parametrize("op", registry.operations())
@@ -289,7 +292,11 @@ def test_torch_scaled_mm_on_a_gpu(m, n, k):
 def test_env_command_on_a_bare_machine(bare, capsys):
     assert main(["env"]) == 0
     text = capsys.readouterr().out
-    assert "no CUDA GPU: public functions compute with plain torch on the CPU" in text and "nvcc: none (only DeepGEMM needs it)" in text
+    assert (
+        "no CUDA GPU: public functions compute with plain torch on the CPU" in text
+        and "nvcc: none (only DeepGEMM and building the CUTLASS kernels need it)" in text
+    )
+    assert "CUTLASS headers: none (pip install nvidia-cutlass==4.2.0.0 --no-deps" in text and "CUTLASS kernels built: none (moe-ops build" in text
     assert f"torch {torch.__version__}" in text and "triton cache: " in text
     assert text.count("cannot: deep_gemm is not installed") == 6 and text.count("cannot: needs CUDA tensors, got cpu") == len(env.PROBLEMS)
     assert main(["env", "--json"]) == 0

@@ -1,0 +1,41 @@
+"""`moe-ops build cutlass`: make the CUTLASS kernels ahead of time."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from moe_ops.gemm import cutlass_build as build
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build, or say why not; 0 where every library asked for is there afterwards."""
+    parser = argparse.ArgumentParser(
+        prog="moe-ops build",
+        description="Compile kernels ahead of time, on a machine with or without a GPU. A minute and 4 GB of memory each.",
+        epilog=f"Needs nvcc and CUTLASS's headers ({build.INSTALL} --no-deps). Libraries go to MOE_OPS_CACHE, else ~/.cache/moe_ops; "
+        "copied there, they serve machines that have neither.",
+    )
+    parser.add_argument("what", choices=("cutlass",), help="whose kernels")
+    parser.add_argument("--arch", choices=(*build.ARCHS, "all"), default="all", help="architecture (default: all)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="kernels to compile at once, at most (default: by cores and memory)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be built, and stop")
+    args = parser.parse_args(argv)
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
+    asked = [i for i in build.INSTANTIATIONS if args.arch in ("all", i.arch)]
+    wanted = build.missing(asked)
+    for instantiation in asked:
+        sys.stdout.write(f"{instantiation.path}  {'to build' if instantiation in wanted else 'there'}\n")
+    reasons = dict.fromkeys(reason for i in wanted if (reason := build.build_reason(i.arch)))
+    for reason in reasons:
+        sys.stderr.write(f"moe-ops build: cannot build here: {reason}\n")
+    if reasons:
+        return 1
+    if args.dry_run or not wanted:
+        return 0
+    try:
+        build.build(wanted, most=args.jobs)
+    except build.BuildError as failure:
+        sys.stderr.write(f"moe-ops build: {failure}\n")
+        return 1
+    return 0
