@@ -20,8 +20,8 @@ OTHER_TRITONS ?= 3.6.0 3.9.0
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
-READY :=
-READY_LINT :=
+READY := have
+READY_LINT := have
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -34,9 +34,17 @@ DEVICE = $(shell $(PY) -m moe_ops.bench --device)
 RESULTS ?= benchmarks/results/$(DEVICE)/test_gpu.json
 COMMIT ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null)
 
-.PHONY: demo test lint test-gpu test-all bench memcheck setup
+.PHONY: demo test lint test-gpu test-all bench memcheck setup have
 
 setup: $(READY)
+
+# With VENV=0, what the interpreter lacks is said before a traceback says it.
+NEED := torch triton numpy safetensors tqdm filelock
+test test-gpu test-all: NEED += pytest xdist hypothesis
+demo: NEED += transformers
+lint: NEED := ruff pyright importlinter
+have:
+	@$(PY) -c 'import importlib.util as u, sys; lost = ", ".join(m for m in sys.argv[1:] if not u.find_spec(m)); lost and sys.exit("make: $(PY) lacks " + lost + ": install them for it, or leave out VENV=0 and make sets up a .venv of its own")' $(NEED)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,26 @@ def test_there_is_one_quick_start_for_each_kind_of_user_of_ten_lines_or_so():
 def test_make_targets_named_in_the_readme_exist():
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {t for t in re.findall(r"`make ([a-z-]+)", README)} <= targets
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize(("target", "lost"), (("demo", "torch"), ("test", "pytest"), ("bench", "triton"), ("lint", "ruff")))
+def test_make_says_what_an_interpreter_lacks(target, lost):
+    """`VENV=0` takes an interpreter as it is; without its packages it has nothing but the standard library."""
+    command = ["make", target, "VENV=0", f"PYTHON={sys.executable} -I -S"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode and "Traceback" not in run.stderr
+    assert re.search(rf"lacks [\w, ]*\b{lost}\b.*: install them for it, or leave out VENV=0", run.stderr), run.stderr
+
+
+def test_families_of_the_converter_are_those_of_its_table():
+    from moe_ops.convert.families import FAMILIES
+    from moe_ops.layer.models import FAMILIES as LAYERS
+
+    table = re.search(r"^\| family \| `model_type`s.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert table is not None
+    rows = [row.strip("|").split("|") for row in table[1].splitlines()]
+    converted = {word for row in rows for word in re.findall(r"\w+", row[1])}
+    not_loaded = {word for row in rows for word in re.findall(r"\w+", row[2].partition(":")[0])}
+    assert converted == {kind for family in FAMILIES for kind in family.model_types}
+    assert not_loaded == converted - set(LAYERS)
