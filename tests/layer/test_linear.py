@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_ops import Linear, dequantize, freeze, quantize, quantize_weight, warmup
 from moe_ops.core.numerics import relative_error, uneven
@@ -142,6 +143,30 @@ def test_compiles_with_any_number_of_rows(device):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_compiled_with_out_and_workspace_serves_every_number_of_rows(device, monkeypatch, fmt):
+    """Through AOTAutograd, which has to see that out and workspace are written; on Hopper an mxfp8 layer reads its folded copy."""
+    if device.type == "cpu":
+        monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    layer, _ = make(fmt, device=device)
+    workspace = layer.make_workspace(129)
+
+    def call(x, out):
+        layer(x, residual=out, out=out, workspace=workspace)
+        return layer(x) + out
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for rows in (5, 16, 17, 40, 129):
+        x = uneven((rows, 256), seed=rows).to(device)
+        first, second = (torch.ones(rows, 192, dtype=x.dtype, device=device) for _ in range(2))
+        for t in (x, first):
+            torch._dynamo.mark_dynamic(t, 0)
+        assert torch.equal(compiled(x, first), call(x, second)) and torch.equal(first, second) and not (first == 1).all()
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
 def test_compiled_code_reads_what_was_loaded(monkeypatch):
     """It reads the folded copy and never asks whether the weight is still the one it was made of."""
     monkeypatch.setenv("MOE_OPS_ARCH", "90")
@@ -187,6 +212,58 @@ def test_workspace_is_enough_for_the_stored_weight_too(monkeypatch):
     workspace = layer.make_workspace(128)
     assert is_folded(layer.ready())
     assert workspace.numel() >= max(dense_gemm_workspace(128, w).numel() for w in (layer.ready(), layer.weights()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_graph_replay_with_other_contents_no_sync_no_allocation(fmt):
+    """GRAPH: both forms captured and replayed over changed inputs, residuals and weights equal eager calls bit for bit; out= with a workspace
+    allocates nothing and waits for nothing, on a quantized input too."""
+    n, k = 576, 7168
+    layer, other = make(fmt, n, k, device="cuda")[0], Linear.from_weight(uneven((n, k), seed=7).cuda(), torch.ones(n, device="cuda"), format=fmt)
+    workspace = layer.make_workspace(64)
+
+    def call(x, second, residual, out, second_out):
+        layer(x, residual=residual, out=out, workspace=workspace)
+        layer(second, out=second_out, workspace=workspace)
+
+    for rows in (1, 16, 40):
+        x, residual = uneven((rows, k), seed=1).cuda(), uneven((rows, n), seed=2).cuda()
+        q = None if fmt is None else quantize(x, fmt)
+        outs = [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+
+        args = (x, x if q is None else q, residual, *outs)
+        call(*args)
+        layer(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(*args)
+            after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert after == before
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(*args)
+            alone = layer(x)
+        for seed in (3, 4):
+            if seed == 4:
+                layer.load_state_dict(other.state_dict())
+            x.copy_(uneven((rows, k), seed=seed))
+            residual.copy_(uneven((rows, n), seed=seed + 5))
+            if q is not None:
+                again = quantize(x, fmt)
+                q.data.view(torch.uint8).copy_(again.data.view(torch.uint8))
+                q.scale.copy_(again.scale)
+            for out in (*outs, alone):
+                out.fill_(float("nan"))
+            graph.replay()
+            got = [t.clone() for t in (*outs, alone)]
+            call(*args)
+            for a, b in zip(got, (*outs, layer(x)), strict=True):
+                assert torch.equal(a, b) and torch.isfinite(a).all()
 
 
 def test_values_survive_the_layer():
