@@ -18,6 +18,8 @@ from moe_ops.layer.dialects import SCALE_SUFFIXES, Dialect, detect, scale_key
 STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<leaf>gate_up_proj|down_proj)(?P<bias>_bias)?")
 #: One tensor of one expert.
 EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<leaf>\w+)")
+#: A scale, by its name.
+_SCALE = re.compile(r"(?P<of>.*)[._]scale(_inv)?")
 #: Scales that belong to the cache or to activations, not to a weight; they are kept.
 _OTHER_SCALES = re.compile(r".*\.([kvq]_scale|input_scale|output_scale)")
 
@@ -120,11 +122,12 @@ def sort_tensors(config: Mapping[str, Any], tensors: Mapping[str, Source], keep:
     except ValueError as error:
         raise ConvertError(f"convert: config of the source: {error}") from None
     meta, used = _Meta(tensors), set()
-    odd = {n for n, s in tensors.items() if n.endswith(".weight") and s.dtype not in (*FLOATS, "F8_E4M3") and keep(n.removesuffix(".weight"))}
+    others = (n for n, s in tensors.items() if s.dtype not in (*FLOATS, "F8_E4M3") and not _SCALE.fullmatch(n))
+    odd = {n for n in others if keep(n.removesuffix(".weight"))}
     for name, source in tensors.items():
         if source.dtype not in DTYPES:
             raise refuse(source, f"has dtype {source.dtype}, which is not known")
-        stack = STACK.fullmatch(name)
+        stack = STACK.fullmatch(name) if name not in odd else None
         if stack and stack["bias"]:
             out.stacks.setdefault(stack["experts"], Stack(stack["experts"])).biases[stack["leaf"]] = source
         elif (stack and len(source.shape) == 3) or (name.endswith(".weight") and len(source.shape) == 2 and name not in odd):
@@ -157,7 +160,7 @@ def _scale_of(source: Source, meta: _Meta, dialect: Dialect, segments: int) -> s
         quantized = dialect.format is not None and dialect.format.name == "fp8_block"
         return scale_key(meta, source.name, dialect, segments=segments if quantized else 1)
     except ValueError as error:
-        known = source.dtype in (*FLOATS, "F8_E4M3") or not source.name.endswith(".weight")
+        known = source.dtype in (*FLOATS, "F8_E4M3")
         advice = "" if known else f"; --exclude {source.name.removesuffix('.weight')} copies it as it is"
         raise ConvertError(f"convert: {source.file}: {str(error).removeprefix('checkpoint: ')}{advice}") from None
 
@@ -170,9 +173,9 @@ def _check_rest(source: Source, tensors: Mapping[str, Source], dialect: Dialect,
     if leaf in SCALE_SUFFIXES[:2] or (leaf == "scale" and "scale" in dialect.suffixes and len(source.shape) > 1):
         beside = " (its weight is no matrix)" if f"{stem}.weight" in tensors else f": there is no {f'{stem}.weight'!r} in any file"
         raise refuse(source, f"is an orphan scale{beside}")
-    owner = re.fullmatch(r"(.*)_scale(_inv)?", source.name)
-    if owner and STACK.fullmatch(owner[1]):
-        raise refuse(source, f"is an orphan scale: there is no {owner[1]!r} in any file")
+    owner = _SCALE.fullmatch(source.name)
+    if owner and STACK.fullmatch(owner["of"]) and owner["of"] not in odd:
+        raise refuse(source, f"is an orphan scale: there is no {owner['of']!r} in any file")
     if source.dtype.startswith("F8_"):
         raise refuse(source, f"is {source.dtype} of shape {list(source.shape)}, but neither a weight [N, K] with a scale nor a stack of experts")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_ops.convert.families import UNKNOWN, Family, Patterns, family_of, known_types
 from moe_ops.convert.layouts import name_conflicts, outputs, split_groups
-from moe_ops.convert.pairing import EXPERT, Stack, Tensors, is_float, quantization_of, refuse, skipped_by, sort_tensors
+from moe_ops.convert.pairing import EXPERT, STACK, Stack, Tensors, is_float, quantization_of, refuse, skipped_by, sort_tensors
 from moe_ops.convert.source import ConvertError
 from moe_ops.convert.types import Entry, Keep, Options, Output, Part, Source, TensorPlan, Weight
 from moe_ops.core.formats import ceil_div
@@ -129,7 +129,9 @@ class _Planner:
             raise refuse(source, f"of shape {list(source.shape)} is big and of no kind that is known; keep it with --exclude {module}")
         else:
             why = "no matrix" if is_float(source) else f"{source.dtype} is copied"
-        if len(source.shape) > 1 and source.name.endswith(".weight"):
+        # what only an exclusion lets pass is named in the result, which is read by the same rules
+        named = source.dtype.startswith("F8_") or STACK.fullmatch(module)
+        if len(source.shape) > 1 and (source.name.endswith(".weight") or named):
             self.kept.add(module)
         self._add(source, Keep(source, Part(), Output(source.name, source.dtype, source.shape), why))
 

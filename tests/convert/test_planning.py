@@ -6,6 +6,7 @@ import re
 import pytest
 
 from moe_ops.convert.families import FAMILIES, family_of
+from moe_ops.convert.pairing import skipped_by, sort_tensors
 from moe_ops.convert.planning import plan_tensors
 from moe_ops.convert.source import ConvertError
 from moe_ops.convert.types import DTYPES, Keep, Options, Source, Weight
@@ -232,6 +233,29 @@ def test_other_tensors_are_kept_as_they_are():
     assert set(others) <= set(kept(plan))
     assert "model.layers.0.linear_attn.conv1d" in plan.kept_modules  # a weight, though no matrix
     check_accounting(plan, tensors)
+
+
+def test_PAIR_an_excluded_name_hides_no_orphan_scale():
+    """Scales are bytes too: of an excluded module they belong to a weight, or to nothing."""
+    orphan = sources(**{"lm_head.weight_scale_inv": ("U8", (512, 8))})
+    named = CONFIG | {"quantization_config": {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}}
+    for config, options in ((CONFIG, Options(exclude=("lm_head",))), (named, Options())):
+        with pytest.raises(ConvertError, match=r"'lm_head.weight_scale_inv' is an orphan scale"):
+            plan_tensors(config, model() | orphan, options)
+
+
+def test_MAP_stacks_and_other_tensors_of_odd_dtypes_are_copied_too():
+    p = "model.layers.0.mlp.experts."
+    stacks = {p + "gate_up_proj": ("I8", (E, 64, 32)), p + "gate_up_proj_scale": ("F32", (E, 64)), p + "down_proj": ("I8", (E, 64, 32))}
+    tensors = sources(**stacks, **{"model.table": ("F8_E5M2", (4, 4)), "model.layers.0.self_attn.q_proj.weight": bf16(H, H)})
+    with pytest.raises(ConvertError, match="must be float8_e4m3fn or a floating dtype, got int8 .*; --exclude"):
+        plan_tensors(CONFIG, tensors, Options(exclude=("model.table",)))
+    with pytest.raises(ConvertError, match="'model.table' is F8_E5M2"):
+        plan_tensors(CONFIG, tensors, Options(exclude=("model.layers.0.mlp.experts",)))
+    plan = plan_tensors(CONFIG, tensors, Options(exclude=("model.table", "model.layers.0.mlp.experts")))
+    assert set(kept(plan)) == {*stacks, "model.table"}
+    named = {"quantization_config": {"quant_method": "mxfp8", "ignored_layers": list(plan.kept_modules)}}
+    sort_tensors(named, {k: v for k, v in tensors.items() if k in kept(plan)}, skipped_by(named["quantization_config"]))  # as `verify` reads it
 
 
 ODD = {"model.layers.0.odd.weight": ("I64", (64, 64)), "model.layers.0.mask.weight": ("BOOL", (8, 8)), "model.e5.weight": ("F8_E5M2", (64, 64))}
