@@ -94,13 +94,13 @@ def try_form(form: str, device: torch.device) -> str | None:
 
 def main(argv: list[str]) -> int:
     """Try every form and print what came of it."""
-    device = torch.device("cuda", int(argv[0]))
-    torch.cuda.set_device(device)
     try:
         deep_gemm_library.library()
     except Exception as failure:
         found = dict.fromkeys(FORMS, with_remedy(f"deep_gemm cannot be imported: {type(failure).__name__}: {last_words(str(failure))}"))
     else:
+        device = torch.device("cuda", int(argv[0]))
+        torch.cuda.set_device(device)
         found = {form: try_form(form, device) for form in FORMS}
     sys.stdout.write(f"\n{_MARK}{json.dumps(found)}\n")
     sys.stdout.flush()

@@ -5,8 +5,10 @@ import sys
 import types
 
 import pytest
+import torch
 
-from moe_ops.gemm import deep_gemm, deep_gemm_probe
+from moe_ops.gemm import deep_gemm, deep_gemm_probe, registry
+from moe_ops.gemm.registry import Problem, Where, choose
 
 ALL = dict.fromkeys(deep_gemm_probe.FORMS)
 
@@ -49,3 +51,57 @@ def test_env_probe_of_a_real_process_that_cannot_import():
     if found is None:
         pytest.skip("deep_gemm is here and so is a GPU")
     assert set(found) == set(deep_gemm_probe.FORMS) and all(isinstance(reason, str) for reason in found.values())
+
+
+@pytest.fixture
+def wheel(monkeypatch, tmp_path):
+    """Installs a deep_gemm that runs the given lines when it is imported, for this process and the ones that it starts."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(deep_gemm, "features", deep_gemm.features.__wrapped__)
+
+    def install(lines):
+        (tmp_path / "deep_gemm").mkdir()
+        (tmp_path / "deep_gemm" / "__init__.py").write_text(lines)
+
+    return install
+
+
+SYMBOL = "deep_gemm/_C.so: undefined symbol: _ZN3c106detail14torchCheckFailE"
+
+
+@pytest.mark.parametrize(
+    "lines,text",
+    [
+        ("raise ImportError('libcudart.so.12: cannot open shared object file')", "cannot be imported: ImportError: libcudart.so.12: cannot open"),
+        (f"print('loading', end='')\nraise OSError('{SYMBOL}')", f"cannot be imported: OSError: {SYMBOL} ("),
+        ("raise SystemExit('built for another torch')", "ended the process that tried it (1): built for another torch ("),
+        ("import os, sys\nprint('c10::Error', file=sys.stderr, flush=True)\nos.abort()", "ended the process that tried it (-6): "),
+    ],
+    ids=["a library is missing", "another libtorch", "it ends the process", "it aborts"],
+)
+def test_env_a_wheel_that_cannot_be_loaded_is_a_reason_with_a_remedy(wheel, monkeypatch, lines, text):
+    """In a real process, with a package that is found and fails as broken wheels do; named, it is one error, and unasked Triton is taken."""
+    wheel(lines)
+    monkeypatch.setattr(deep_gemm, "lacking", list)  # a GPU, as far as this is concerned
+    problem, hopper = Problem("dense_gemm", "fp8_block", 16, 1536, 7168), Where(registry.arch_of_capability(90), True, 0, "cuda:0")
+    with pytest.raises(ValueError) as refused:
+        choose(problem, hopper, "deep_gemm")
+    said = str(refused.value)
+    assert said.startswith("dense_gemm: impl 'deep_gemm' cannot run here: deep_gemm ") and text in said
+    assert f"known to work with torch 2.11: {deep_gemm_probe.deep_gemm_library.INSTALL}" in said
+    assert choose(problem, hopper).name == "triton"
+
+
+def test_env_a_wheel_that_never_comes_back(wheel, monkeypatch):
+    wheel("import time\ntime.sleep(600)")
+    monkeypatch.setattr(deep_gemm_probe, "SECONDS", 1)
+    found = deep_gemm_probe.probe(0)
+    assert all("trying deep_gemm failed: " in found[form] and "timed out after 1 seconds" in found[form] for form in deep_gemm_probe.FORMS)
+
+
+def test_env_a_package_that_loads_and_has_nothing(wheel):
+    """A folder of that name, or a release without the functions: named as what it lacks, or, without a GPU, as what stopped the attempt."""
+    wheel("")
+    found = deep_gemm_probe.probe(0)
+    wanted = "does not tell its alignment" if torch.cuda.is_available() else "ended the process that tried it (1): "
+    assert all(wanted in found[form] for form in deep_gemm_probe.FORMS)
