@@ -6,11 +6,24 @@ import torch
 
 from moe_ops.core.formats import ceil_div
 from moe_ops.gemm import cutlass_build as build
-from moe_ops.gemm.cutlass_build import missing, of_kind
+from moe_ops.gemm.cutlass_build import Instantiation, of_kind
 from moe_ops.gemm.cutlass_gemm import arch_name, pick
 from moe_ops.gemm.registry import Problem, Where
 
 _KIND = {"grouped_gemm": "grouped", "dense_gemm": "dense"}
+
+
+_there: set[tuple[str, str]] = set()
+
+
+def unbuilt(arch: str, kind: str) -> list[Instantiation]:
+    """The kernels of one kind whose libraries have not been made; asked of the disk until there is none."""
+    if (arch, kind) in _there:
+        return []
+    found = build.missing(of_kind(arch, kind))
+    if not found:
+        _there.add((arch, kind))
+    return found
 
 
 @functools.cache
@@ -51,16 +64,16 @@ def problem_reason(p: Problem, where: Where) -> str | None:
 def machine_reason(p: Problem, where: Where) -> str | None:
     """None, or why they cannot run there."""
     arch, kind = arch_name(100 if p.fmt == "mxfp8" else 90), _KIND[p.op]
-    unbuilt = missing(of_kind(arch, kind))
-    if unbuilt:
-        reason = build.build_reason(arch)
-        if reason is not None:
-            return f"{unbuilt[0].name} has not been built (moe-ops build cutlass), and cannot be built here: {reason}"
+    lacking = unbuilt(arch, kind)
+    if lacking:
+        against = build.build_reason(arch)
+        if against is not None:
+            return f"{lacking[0].name} has not been built (moe-ops build cutlass), and cannot be built here: {against}"
     if not where.cuda:
         return f"needs CUDA tensors, got {where.device}"
     if where.index is None:
         return "can only be tried on a GPU of this machine"
-    if unbuilt:  # the first call builds and tries them
+    if lacking:  # the first call builds and tries them
         return None
     return features(where.index, kind)
 
@@ -72,10 +85,11 @@ def reason(p: Problem, where: Where) -> str | None:
 
 def plan(p: Problem, where: Where) -> str:
     """What it would run."""
-    chosen = pick(arch_name(where.arch.capability), _KIND[p.op], ceil_div(p.rows, p.groups))
+    arch, kind = arch_name(where.arch.capability), _KIND[p.op]
+    chosen = pick(arch, kind, ceil_div(p.rows, p.groups))
     first = ", after a kernel that quantizes" if p.unquantized else ", after a copy of the gathered rows" if p.gather else ""
-    unbuilt = "; compiled by the first call, which takes a minute" if missing([chosen]) else ""
-    return f"CUTLASS, {chosen.tile_m}x128x128 {chosen.schedule}{first}{unbuilt}"
+    later = "; compiled by the first call, which takes a minute" if chosen in unbuilt(arch, kind) else ""
+    return f"CUTLASS, {chosen.tile_m}x128x128 {chosen.schedule}{first}{later}"
 
 
 def make_ready(p: Problem, where: Where) -> None:
@@ -87,11 +101,11 @@ def make_ready(p: Problem, where: Where) -> None:
     from moe_ops.gemm.cutlass_library import refuse_first_use
 
     assert where.index is not None  # for the type checker: `reason` has said so
-    kernels, kind = of_kind(arch_name(where.arch.capability), _KIND[p.op]), _KIND[p.op]
-    unbuilt = missing(kernels)
-    if unbuilt:
-        refuse_first_use(p.op, unbuilt[0])
-        build.build(kernels)
+    arch, kind = arch_name(where.arch.capability), _KIND[p.op]
+    lacking = unbuilt(arch, kind)
+    if lacking:
+        refuse_first_use(p.op, lacking[0])
+        build.build(lacking)
         against = features(where.index, kind)
         if against is not None:
             raise ValueError(f"{p.op}: impl 'cutlass' cannot run here: {against}")

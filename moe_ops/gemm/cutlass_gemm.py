@@ -17,6 +17,7 @@ from moe_ops.gemm.cutlass_build import Instantiation, of_kind
 from moe_ops.gemm.cutlass_library import call_dense, call_grouped
 from moe_ops.gemm.grouped import _ref_into, dequantized
 from moe_ops.quant.scale_layout import _op as convert_scale
+from moe_ops.quant.scale_storage import unpack_ref
 
 
 def arch_name(capability: int) -> str:
@@ -86,7 +87,7 @@ def grouped_into(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None, top_k: int,
     fmt: str, segments: int, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`grouped_gemm` by CUTLASS: two launches, one more to gather rows, two more for the scales of mxfp8."""
+    """`grouped_gemm` by CUTLASS: two launches, one more to gather rows, two more for the scales of mxfp8 (one where w's are in tiles already)."""
     experts, n, k = w.shape
     rows = out.numel() // max(1, n)
     if rows == 0 or experts == 0 or n == 0:
@@ -98,7 +99,8 @@ def grouped_into(
         a = _aligned(a)
     if fmt == "mxfp8":
         a_scale, segments = tile_scales(a_scale, offsets, experts), 1
-        w_scale = convert_scale(w_scale, "row_major", "swizzle_32x4x4", n, k // 32, fmt)
+        if w_scale.dim() == 3:  # row_major
+            w_scale = convert_scale(w_scale, "row_major", "swizzle_32x4x4", n, k // 32, fmt)
     else:
         a_scale = a_scale.contiguous()
     instantiation = pick(arch_name(arch_of(a.device).capability), "grouped", ceil_div(rows, experts))
@@ -120,6 +122,8 @@ def _grouped_cpu(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None, top_k: int,
     fmt: str, segments: int, out: torch.Tensor,
 ) -> None:  # fmt: skip
+    if w_scale.dim() == 2:  # tiles
+        w_scale = unpack_ref(w_scale, "swizzle_32x4x4", w.shape[1], w.shape[2] // 32, fmt)
     _ref_into(a, a_scale, w, w_scale, None, offsets, order, top_k, fmt, segments, out)
 
 

@@ -183,8 +183,8 @@ def _out_fake(
 _out_op = register("grouped_gemm_out", cuda=grouped_gemm_into, cpu=_out_cpu, fake=_out_fake, mutates=("out",))
 
 
-def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Tensor") -> str:
-    """The common format of two operands ("plain" for 16-bit tensors), or a clear error."""
+def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Tensor", tiled: bool = False) -> str:
+    """The common format of two operands ("plain" for 16-bit tensors), or a clear error; `tiled`: w's scales may be swizzle_32x4x4."""
     for name, t in (("a", a), ("w", w)):
         if isinstance(t, QTensor):
             checks.qtensor(op, name, t)
@@ -202,6 +202,8 @@ def check_operands(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Ten
         if w.block != weight:
             raise ValueError(f"{op}: w must have weight blocks {weight}, got {w.block}; use quantize_weight")
         for name, q in (("a", a), ("w", w)):
+            if tiled and name == "w" and q.layout == "swizzle_32x4x4":
+                continue
             if q.layout not in ("row_major", "mn_major") or (name == "w" and q.layout != "row_major"):
                 wanted = "row_major or mn_major" if name == "a" else "row_major"
                 raise ValueError(f"{op}: scales of {name} must be {wanted}, got {q.layout}")
@@ -231,7 +233,8 @@ def grouped_gemm(
         a: activations, a QTensor with activation blocks, or bf16 / fp16; last stride 1.
             Packed (R, K): rows of expert e are offsets[e] .. offsets[e + 1]. With `gather`, (T, K): row r is read from token order[r] // k.
             Masked (E, capacity, K): the first counts[e] rows of each expert.
-        w: weights (E, N, K), contiguous, a QTensor with weight blocks of a's format, or a's 16-bit dtype.
+        w: weights (E, N, K), contiguous, a QTensor with weight blocks of a's format (for "cutlass" on SM100 with scales in swizzle_32x4x4 too, which
+            spares a conversion in each call), or a's 16-bit dtype.
         routing: a `Routing`; or int32 offsets (E + 1,) for packed rows; or int32 counts (E,) for masked rows. Read on the device.
         gather: read rows of the unpermuted a through routing.order (a `Routing` is needed).
         bias: (E, N) fp32, bf16 or fp16, or None.
@@ -258,7 +261,7 @@ def grouped_gemm(
     Cost: 2 * rows * N * K flops; E_active * N * K + rows * (K + N * out bytes) bytes.
     """
     op = "grouped_gemm"
-    fmt = check_operands(op, a, w)
+    fmt = check_operands(op, a, w, tiled=impl == "cutlass")
     a_data, a_scale = (a.data, a.scale) if isinstance(a, QTensor) else (a, None)
     w_data, w_scale = (w.data, w.scale) if isinstance(w, QTensor) else (w, None)
     segments = w.segments if isinstance(w, QTensor) else 1

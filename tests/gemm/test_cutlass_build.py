@@ -6,6 +6,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from moe_ops.cli import main
 from moe_ops.core.formats import ceil_div
@@ -253,6 +255,15 @@ def test_compiles(instantiation, monkeypatch, request):
     if symbols.returncode == 0:  # nothing that could meet another library's
         names = {line.split()[-1] for line in symbols.stdout.splitlines() if " T " in line}
         assert names and all(name.startswith("moe_cutlass_") for name in names)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    code, usage = (
+        subprocess.run([tools / "cuobjdump", option, instantiation.path], capture_output=True, text=True, env=environment).stdout
+        for option in ("-sass", "--dump-resource-usage")
+    )
+    if "Function :" in code and "REG:" in usage:  # the tool knows this architecture
+        assert {"sm90a": "QGMMA.64x128x32.F32.E4M3.E4M3", "sm100a": "UTCQMMA"}[instantiation.arch] in code
+        assert set(re.findall(r"STACK:\d+|LOCAL:\d+", usage)) == {"STACK:0", "LOCAL:0"}, "no registers are spilled"
     needed = subprocess.run(["ldd", str(instantiation.path)], capture_output=True, text=True).stdout
     assert "libtorch" not in needed and "libcudart" not in needed
 

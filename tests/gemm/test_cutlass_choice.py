@@ -18,7 +18,7 @@ BLACKWELL = Where(registry.arch_of_capability(100), True, 0, "cuda:0")
 @pytest.fixture
 def built(monkeypatch):
     """A machine where the kernels have been built and work."""
-    monkeypatch.setattr(choice, "missing", lambda kernels: [])
+    monkeypatch.setattr(choice, "unbuilt", lambda arch, kind: [])
     monkeypatch.setattr(choice, "features", lambda index, kind: None)
 
 
@@ -57,14 +57,14 @@ def test_what_can_run_says_what_would(built, monkeypatch):
     assert choice.reason(blocks, BLACKWELL) is None and choice.plan(blocks, BLACKWELL) == "CUTLASS, 256x128x128 two multiprocessors"
     linear = Problem("dense_gemm", "fp8_block", 8, 576, 7168, unquantized=True)
     assert choice.plan(linear, HOPPER) == "CUTLASS, 64x128x128 ping-pong, after a kernel that quantizes"
-    monkeypatch.setattr(choice, "missing", lambda kernels: list(kernels))
+    monkeypatch.setattr(choice, "unbuilt", build.of_kind)
     assert choice.plan(linear, HOPPER).endswith("quantizes; compiled by the first call, which takes a minute")
     assert choose(Problem("grouped_gemm", "fp8_block", 4096, 3072, 4096, 8), HOPPER).name == "triton"  # nobody is taken unasked
 
 
 def test_env_a_machine_that_lacks_something_says_what(monkeypatch):
     """ENV: no nvcc, no headers: the reason, with the remedy, and no traceback."""
-    monkeypatch.setattr(choice, "missing", lambda kernels: list(kernels))
+    monkeypatch.setattr(choice, "unbuilt", build.of_kind)
     monkeypatch.setattr(deep_gemm, "compiler", lambda: None)
     monkeypatch.setattr(build, "headers", lambda: None)
     answer = explain("grouped_gemm", rows=16, n=3072, k=4096, groups=8, device="sm90")["cutlass"].reason
@@ -75,7 +75,7 @@ def test_env_a_machine_that_lacks_something_says_what(monkeypatch):
     a, w = quantize(uneven((4, 128), seed=1), "fp8_block"), quantize_weight(uneven((2, 64, 128), seed=2), "fp8_block")
     with pytest.raises(ValueError, match="^grouped_gemm: impl 'cutlass' cannot run here: cutlass_sm90a_grouped_64x128x128 has not been built"):
         grouped_gemm(a, w, torch.tensor([0, 1, 4], dtype=torch.int32), impl="cutlass")
-    monkeypatch.setattr(choice, "missing", lambda kernels: [])
+    monkeypatch.setattr(choice, "unbuilt", lambda arch, kind: [])
     assert explain("grouped_gemm", rows=16, n=64, k=128, device="cpu")["cutlass"].reason == "needs CUDA tensors, got cpu"
     assert explain("grouped_gemm", rows=16, n=64, k=128, device="sm90")["cutlass"].reason == "can only be tried on a GPU of this machine"
 
@@ -86,9 +86,16 @@ def test_env_a_kernel_that_does_not_work_is_the_reason(built, monkeypatch):
     assert registry.reasons(problem, HOPPER)["cutlass"] == "grouped gives wrong results here"
 
 
+def test_the_disk_is_asked_until_all_is_there(monkeypatch):
+    asked = []
+    monkeypatch.setattr(choice, "_there", set())
+    monkeypatch.setattr(choice.build, "missing", lambda kernels: asked.append(kernels) or ([] if len(asked) > 1 else list(kernels)))
+    assert [len(choice.unbuilt("sm90a", "dense")) for _ in range(4)] == [2, 0, 0, 0] and len(asked) == 2
+
+
 def test_first_use_builds_and_tries(built, monkeypatch):
     made = []
-    monkeypatch.setattr(choice, "missing", lambda kernels: [] if made else list(kernels))
+    monkeypatch.setattr(choice, "unbuilt", lambda arch, kind: [] if made else build.of_kind(arch, kind))
     monkeypatch.setattr(choice.build, "build", made.extend)
     problem = Problem("dense_gemm", "fp8_block", 16, 3072, 4096)
     freeze()

@@ -16,6 +16,7 @@ from moe_ops.gemm import cutlass_library as library
 from moe_ops.gemm import cutlass_probe as probe
 from moe_ops.gemm import dense_impls, grouped_impls, registry
 from moe_ops.gemm.grouped import _ref_into
+from moe_ops.quant.scale_layout import to_layout
 from moe_ops.quant.scale_storage import unpack_ref
 
 
@@ -195,6 +196,26 @@ def test_segments_with_ragged_scale_blocks(lib, device, monkeypatch):
     operands.grouped_into(a, sa, w, sw, ints([0, 4, 9], device), None, 1, "fp8_block", 2, out)
     _ref_into(a, sa, w, sw, None, ints([0, 4, 9], device), None, 1, "fp8_block", 2, ref)
     assert sw.shape == (2, 4, 2) and relative_error(out, ref) < 2e-3
+
+
+def test_weight_scales_in_tiles_already(lib, device, monkeypatch):
+    """A weight that was led into the layout once is taken as it is; by nobody else."""
+    monkeypatch.setattr(operands, "arch_of", lambda device: registry.arch_of_capability(100))
+    x, w = quantize(uneven((9, 160), seed=1).to(device), "mxfp8"), quantize_weight(uneven((2, 72, 160), seed=2).to(device), "mxfp8")
+    tiled, offsets = to_layout(w, "swizzle_32x4x4"), ints([0, 4, 9], device)
+    results = []
+    for q in (w, tiled):
+        out = torch.zeros((9, 72), dtype=torch.bfloat16, device=device)
+        operands.grouped_into(x.data.view(torch.uint8), x.scale, q.data.view(torch.uint8), q.scale, offsets, None, 1, "mxfp8", 1, out)
+        results.append(out)
+        monkeypatch.setattr(operands, "convert_scale", None)
+    assert torch.equal(*results)
+    monkeypatch.setattr(grouped_impls, "choose", lambda problem, where, impl: None)
+    monkeypatch.setattr(choice, "make_ready", lambda problem, where: None)
+    assert torch.equal(grouped_gemm(x, tiled, offsets, impl="cutlass"), results[0])
+    for impl in (None, "torch"):
+        with pytest.raises(ValueError, match="scales of w must be row_major, got swizzle_32x4x4"):
+            grouped_gemm(x, tiled, offsets, impl=impl)
 
 
 def test_tiles_are_chosen_by_rows():
