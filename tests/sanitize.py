@@ -18,7 +18,7 @@ from moe_ops import Activation, Routing, combine, dequantize, fused_moe, grouped
 from moe_ops.core.arch import arch_of  # noqa: E402
 from moe_ops.core.formats import LAYOUTS  # noqa: E402
 from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
-from moe_ops.gemm import deep_gemm  # noqa: E402
+from moe_ops.gemm import cutlass_gemm, deep_gemm  # noqa: E402
 from moe_ops.gemm.bmm import bmm  # noqa: E402
 from moe_ops.gemm.dense import dense_gemm  # noqa: E402
 from moe_ops.gemm.dense_config import DenseGemmConfig  # noqa: E402
@@ -153,6 +153,25 @@ def rows_for_deep_gemm():
                         deep_gemm._into(*args, order if a is packed else None, 2 if a is packed else 1, fmt, result, form)
 
 
+def rows_for_cutlass():
+    """Our kernels before CUTLASS's, with garbage in every index; then CUTLASS's, where they have been built for this GPU."""
+    for rows in (7, 300):
+        packed, masked = quantize(data(rows, 416), "mxfp8"), quantize(data(3, rows, 416), "mxfp8")
+        order = torch.arange(rows, dtype=torch.int32, device=CUDA) * 2 - 3
+        for offsets in (counts(0, 5, 5, rows), counts(9, 2**31 - 1, -4, rows + 50)):
+            gathered = cutlass_gemm.gather_rows(packed.data.view(torch.uint8), packed.scale, offsets, order, 2, 3)
+            cutlass_gemm.tile_scales(gathered[1], offsets, 3)
+        cutlass_gemm.tile_scales(masked.scale, counts(rows + 9, 0, -3), 3)
+        a, w = quantize(data(rows, 400), "fp8_block"), quantize_weight(data(3, 200, 400), "fp8_block")
+        try:
+            for offsets in (counts(0, 5, 5, rows), counts(9, 2**31 - 1, -4, rows + 50), counts(0, 0, 0, 0)):
+                grouped_gemm(a, w, offsets, impl="cutlass")
+            grouped_gemm(quantize(data(3, rows, 400), "fp8_block"), w, counts(rows + 9, 0, 3), impl="cutlass")
+            dense_gemm(a, w[0], impl="cutlass")
+        except ValueError as reason:
+            print(reason)
+
+
 def layers():
     for fmt in ("fp8_block", "mxfp8", "folded", "plain"):
         w13, w2 = data(4, 512, 256), data(4, 256, 256)
@@ -179,7 +198,7 @@ def launched() -> set[str]:
 
 
 def main() -> int:
-    for part in (quantizers, router, gemms, dense_gemms, batched_gemms, fused_gemm1, gemms_on_hopper, rows_for_deep_gemm, layers):
+    for part in (quantizers, router, gemms, dense_gemms, batched_gemms, fused_gemm1, gemms_on_hopper, rows_for_deep_gemm, rows_for_cutlass, layers):
         part()
         torch.cuda.synchronize()
         print(f"{part.__name__} done", flush=True)
