@@ -88,6 +88,7 @@ def environment() -> dict[str, Any]:
         "cutlass_headers": cutlass_build.headers(),
         "cutlass_kernels": {i.name: not cutlass_build.missing([i]) for i in cutlass_build.INSTANTIATIONS},
         "caches": _caches(),
+        "config_hits": {"tuned": 0, "problems": len(PROBLEMS)},  # no database of tuned configs is shipped
         "implementations": {
             title: {"chosen": a.chosen, **{e.name: {"can": e.reason is None, "what": e.plan or e.reason} for e in a.entries}}
             for title, a in answers.items()
@@ -111,6 +112,8 @@ def as_text(found: dict[str, Any]) -> str:
     for name, cache in found["caches"].items():
         state = f"{cache['entries']} entries" if cache["entries"] is not None else "unreadable"
         lines.append(f"{name} cache: {cache['path']}, {state}{'' if cache['writable'] else ', NOT WRITABLE: every process compiles anew'}")
+    hits = found["config_hits"]
+    lines.append(f"config hits: {hits['tuned']} of the {hits['problems']} problems below have a tuned config (none are shipped); heuristics choose")
     for title, answer in found["implementations"].items():
         lines.append(f"{PROBLEMS[title].op}, {title}: {answer['chosen'] or 'nobody'}")
         lines += [f"  {name:<10}{'can' if entry['can'] else 'cannot'}: {entry['what']}" for name, entry in answer.items() if name != "chosen"]

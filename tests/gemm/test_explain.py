@@ -302,6 +302,8 @@ def test_env_command_on_a_bare_machine(bare, capsys):
     assert main(["env", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["gpus"] == [] and record["nvcc"] is None
+    assert record["config_hits"] == {"tuned": 0, "problems": len(env.PROBLEMS)}
+    assert f"config hits: 0 of the {len(env.PROBLEMS)} problems below have a tuned config" in text
     assert record["implementations"]["decode, FP8 blocks"]["chosen"] == "torch"
     assert record["implementations"]["decode, FP8 blocks"]["deep_gemm"]["can"] is False
 
