@@ -147,7 +147,7 @@ for name, (n, k) in bench.sizes(gpu=tuple(LINEARS.items()), cpu=tuple(TINY.items
                 shape if fmt == "fp8_block" else f"{shape} {fmt}",
                 impls,
                 reference=reference,
-                tolerance=6e-3 if fmt == "bfloat16" else 3e-3,  # torch's 16-bit product may add 16-bit partials
+                tolerance=6e-3 if fmt == "bfloat16" else 4e-3,  # of rivals; torch may add 16-bit partials, ours is held to less by the tests
                 nbytes=n * k * size + m * (k * (1 if fmt == "fp8_block" else 2) + 2 * n),
                 flops=2 * m * n * k,
                 memory="read",
