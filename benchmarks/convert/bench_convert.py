@@ -34,7 +34,7 @@ SHARD = 2 << 30
 BLOCK = 16 << 20
 EXPERTS = 128
 #: Of `in_memory`; odd.
-PROCESSES = 11
+PROCESSES = 21
 
 
 def tensors(gb: float) -> list[Output]:
