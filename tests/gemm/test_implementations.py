@@ -191,6 +191,8 @@ def test_graph_replay_with_changed_counts(run, device, fmt):
 def test_graph_replay_with_changed_activations(run, device, impl, fmt, m):
     """GRAPH: the dense and the batched GEMM, on 16-bit rows, which each quantizes in its own way; N as torch._scaled_mm wants it."""
     n, ran = 384, 0
+    if impl == "torch" and explain("dense_gemm", rows=m, n=n, k=K, format=fmt.split()[0], device="cuda")["torch"].plan != "torch._scaled_mm":
+        pytest.skip("torch: the reference would compute, which nobody captures")
     dense, heads = (
         (uneven((m, K), seed=1).to(device), weight((n, K), fmt, device)),
         (uneven((m, E, K), seed=2).to(device), weight((E, n, K), fmt, device)),
@@ -202,6 +204,8 @@ def test_graph_replay_with_changed_activations(run, device, impl, fmt, m):
             if ran:  # CUTLASS has no product of heads
                 continue
             raise
+        if impl == "torch" and function is bmm:
+            continue
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = run(function, a, w)
