@@ -75,10 +75,10 @@ def given(m, n, k):
 
 def deep_gemm(m, n, k):
     """The library itself, with N and K compiled in and the activation's scales as it reads them: nothing of ours around it."""
-    lib = library()
-    product = next(getattr(lib, name) for name in NAMES["dense"] if hasattr(lib, name))
 
     def make(copy: int):
+        lib = library()
+        product = next(getattr(lib, name) for name in NAMES["dense"] if hasattr(lib, name))
         x, w = data(copy, m, n, k)
         a, q = quantize(x, "fp8_block", layout="mn_major"), quantize_weight(w, "fp8_block")
         out = torch.empty(m, n, dtype=torch.bfloat16, device=bench.device)
