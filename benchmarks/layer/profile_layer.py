@@ -53,9 +53,10 @@ def tensor_core_instructions() -> dict[str, dict[str, int]]:
     """QGMMA / HGMMA / HMMA counts in the machine code of each compiled GEMM kernel of this process."""
     from moe_ops.gemm.grouped_hopper import _grouped_gemm_hopper_kernel
     from moe_ops.gemm.grouped_kernel import _grouped_gemm_kernel
+    from moe_ops.gemm.grouped_stream import _grouped_gemm_stream_kernel
 
     found = {}
-    for kernel in (_grouped_gemm_kernel, _grouped_gemm_hopper_kernel):
+    for kernel in (_grouped_gemm_kernel, _grouped_gemm_hopper_kernel, _grouped_gemm_stream_kernel):
         for i, compiled in enumerate(kernel.device_caches[torch.cuda.current_device()][0].values()):
             ptx = compiled.asm["ptx"]
             counts = collections.Counter(re.findall(r"\b(QGMMA|HGMMA|HMMA|QMMA)\b", compiled.asm["sass"]))

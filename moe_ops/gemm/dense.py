@@ -9,7 +9,7 @@ from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div
 from moe_ops.core.ops import register
-from moe_ops.gemm.dense_config import FUSED_ROWS, DenseGemmConfig, DenseGemmProblem, heuristic, is_legal
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, part_bytes, quantizes_inside
 from moe_ops.gemm.grouped import check_operands, dequantized
 from moe_ops.quant.fold import is_folded
 from moe_ops.quant.rows import rows_ref
@@ -131,17 +131,20 @@ def dense_gemm_into(
     rows, k = a.shape
     n = w.shape[0]
     quantized = (0, 0)
-    if rule != "given" and rows > FUSED_ROWS:
+    if rule != "given" and not quantizes_inside(rows, n):
         quantized = _quantized_bytes(rows, k, fmt)
-    cfg = choose(op, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and not any(quantized)), a.device, config)
-    need = sum(quantized) + (4 * cfg.split * rows * n if cfg.split > 1 else 0)
+    quantizes = any(quantized)
+    fused = rule != "given" and not quantizes
+    aligned = k % 16 == 0 and w.data_ptr() % 16 == 0 and (quantizes or (a.data_ptr() % 16 == 0 and a.stride(0) % 16 == 0))
+    cfg = choose(op, DenseGemmProblem(rows, 1, n, k, fmt, fused, aligned), a.device, config)
+    need = sum(quantized) + part_bytes(cfg, rows, n, k)
     if workspace is None:
         workspace = a.new_empty(need, dtype=torch.uint8)
     elif workspace.numel() < need:
         raise ValueError(f"{op}: workspace has {workspace.numel()} bytes, this call needs {need}; make it with dense_gemm_workspace")
     elif workspace.data_ptr() % 16:
         raise ValueError(f"{op}: workspace must start at a multiple of 16 bytes, its address is {workspace.data_ptr()}")
-    if any(quantized):
+    if quantizes:
         from moe_ops.quant.quantize import quantize_into
 
         data = _carve(workspace, 0, (rows, k), torch.uint8)
@@ -151,7 +154,13 @@ def dense_gemm_into(
             scale = _carve(workspace, quantized[0], (rows, k // 32), torch.uint8)
         quantize_into(a, data, scale, None, fmt, rule)
         a, a_scale, rule = data, scale, "given"
-    part = _carve(workspace, sum(quantized), (cfg.split, 1, rows, n), torch.float32) if cfg.split > 1 else None
+    part = workspace[sum(quantized) : need].view(torch.float32) if need > sum(quantized) else None
+    if cfg.programs:
+        from moe_ops.gemm.dense_stream import launch_dense_stream
+
+        if rows and n and a_scale is not None and w_scale is not None:
+            launch_dense_stream(op, a, a_scale, w, w_scale, bias, residual, out, part, cfg, early=quantizes)
+        return
     launch_dense(
         op, a[None], None if a_scale is None else a_scale[None], w[None], w_scale, bias, residual, out[None], part, fmt, rule, cfg
     )  # fmt: skip
@@ -240,14 +249,20 @@ def check_config(op: str, config: DenseGemmConfig | None, problem: DenseGemmProb
 
 
 def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> None:
-    """What an output demands: shape, dtype, last stride 1, memory of its own for each element, a's device, no gradient."""
+    """What an output demands: shape, dtype, last stride 1, memory of its own for each element, other memory than a's, a's device, no gradient."""
     checks.is_tensor(op, "out", out)
     checks.no_grad(op, out=out)
     checks.shape(op, "out", out, shape)
     checks.dtype(op, "out", out, OUT_DTYPES)
     checks.last_stride_one(op, "out", out)
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(f"{op}: out must not be expanded, got shape {tuple(out.shape)} with strides {out.stride()}")
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ValueError(f"{op}: out must not be expanded or overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
+            reach += (size - 1) * stride
+    if out is a:
+        raise ValueError(f"{op}: out must not be a: other programs still read it")
     checks.same_device(op, a=a, out=out)
 
 
@@ -271,10 +286,10 @@ def dense_gemm_workspace(rows: int, w: "QTensor | torch.Tensor", *, config: Dens
     most, bucket = 0, 16
     while True:
         m = min(bucket, rows)
-        quantized = sum(_quantized_bytes(m, k, fmt)) if fmt != "plain" and m > FUSED_ROWS else 0
-        for fused in (False, True):
-            cfg = heuristic(DenseGemmProblem(m, 1, n, k, fmt, fused), arch_of(data.device)) if config is None else config
-            most = max(most, quantized + (4 * cfg.split * m * n if cfg.split > 1 else 0))
+        quantized = sum(_quantized_bytes(m, k, fmt)) if fmt != "plain" and not quantizes_inside(m, n) else 0
+        for fused, aligned in ((False, False), (False, True), (True, True)):
+            cfg = heuristic(DenseGemmProblem(m, 1, n, k, fmt, fused, aligned), arch_of(data.device)) if config is None else config
+            most = max(most, quantized + part_bytes(cfg, m, n, k))
         if bucket >= rows:
             return data.new_empty(most, dtype=torch.uint8)
         bucket *= 2
@@ -296,7 +311,7 @@ def dense_gemm(
 
     Args:
         a: activations (M, K), last stride 1: a QTensor with activation blocks of w's format, w's 16-bit dtype, or bf16 / fp16 for a quantized w:
-            then a is quantized inside the call by the format's default rule, up to M = 16 inside the GEMM's kernel.
+            then a is quantized inside the call by the format's default rule, inside the GEMM's kernel where M is at most 16 and N at most 1024.
         w: weights (N, K), contiguous: a QTensor with weight blocks (mxfp8 folded to 128x128 too), or bf16 / fp16.
         bias: (N,) fp32, bf16 or fp16, or None.
         residual: (M, N) fp32, bf16 or fp16, last stride 1, added in fp32, or None; may be `out`.
@@ -320,7 +335,7 @@ def dense_gemm(
         RuntimeError: a first compile under graph capture or after `freeze()`.
 
     Cost: 2 * M * N * K flops; N * K + M * (K + N * out bytes) bytes; a split writes and reads 4 * split * M * N more, mostly within the L2.
-        One launch, one more with a split, one more to quantize more than 16 rows.
+        One launch, one more with a split, one more to quantize where that is not done inside.
     """
     op = "dense_gemm"
     fmt, rule = check_dense(op, a, w)
@@ -348,7 +363,7 @@ def dense_gemm(
     checks.one_of(op, "out_dtype", out_dtype, OUT_DTYPES)
     pinned = None
     if config is not None:
-        pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and rows <= FUSED_ROWS), a_data.device)
+        pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and quantizes_inside(rows, n)), a_data.device)
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, residual, fmt, rule)
     if out is not None:
         check_out(op, out, (rows, n), a_data)

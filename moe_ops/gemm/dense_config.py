@@ -10,8 +10,18 @@ from moe_ops.gemm.grouped_config import tile_reason
 #: K that one split holds at least, and the unit in which K is shared: a scale block of fp8_block, four of mxfp8.
 SPLIT_UNIT = 128
 MAX_SPLIT = 64
-#: Most rows that the GEMM quantizes itself; above, every column tile would repeat work that one pass over the activation does once.
-FUSED_ROWS = 16
+#: Most rows, and most columns, of a GEMM that quantizes its activation itself: every column tile repeats that work. 16 rows, K = 7168: 6.8 us
+#: with 576 columns against 5.7 and 1.4 in two kernels, 9.3 against 6.6 and 1.4 with 1536, 98.7 against 35 and 1.4 with 18432 (H200, 2026-11-30).
+FUSED_ROWS, FUSED_COLUMNS = 16, 1024
+
+
+def quantizes_inside(rows: int, n: int) -> bool:
+    """Whether a 16-bit activation is quantized by the GEMM's kernel, else by one before it."""
+    return rows <= FUSED_ROWS and n <= FUSED_COLUMNS
+
+
+#: Weight rows of a tile of the Gluon kernel, for each number of activation rows.
+STREAM_WIDTHS = {16: (64, 128), 32: (64, 128), 64: (64, 128), 128: (64, 128, 256)}
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class DenseGemmConfig:
         stages: depth of the software pipeline.
         split: parts of K, each of whole 128s, computed by programs of their own; their fp32 partials are added in a fixed order.
         swap: weights as the first operand of the tensor-core instruction (its M dimension): for few rows.
+        programs: 0 for the plain Triton kernel; else the Gluon kernel of dense_stream.py with this many programs, which share all steps
+            along K of all tiles evenly (split is 1 then, block_m holds all rows, block_n may be 256).
     """
 
     block_m: int
@@ -35,6 +47,12 @@ class DenseGemmConfig:
     stages: int
     split: int
     swap: bool
+    programs: int = 0
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the warpgroups of the Gluon kernel share a tile by rows; else they take turns along K."""
+        return self.block_m == 128 and self.block_n > 64
 
     def ints(self) -> list[int]:
         """The config as it crosses an op boundary."""
@@ -43,7 +61,7 @@ class DenseGemmConfig:
     @staticmethod
     def of_ints(values: list[int]) -> "DenseGemmConfig":
         """The inverse of `ints`."""
-        return DenseGemmConfig(*values[:-1], swap=bool(values[-1]))
+        return DenseGemmConfig(*values[:6], swap=bool(values[6]), programs=values[7])
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,7 @@ class DenseGemmProblem:
         n, k: weight rows and reduction length.
         fmt: one of `grouped_config.GEMM_FORMATS`.
         fused: whether the activation is 16-bit and quantized inside the kernel.
+        aligned: whether TMA can address both operands: rows on 16-byte boundaries.
     """
 
     rows: int
@@ -64,17 +83,21 @@ class DenseGemmProblem:
     k: int
     fmt: str
     fused: bool = False
+    aligned: bool = True
 
 
 def shared_bytes(cfg: DenseGemmConfig, problem: DenseGemmProblem) -> int:
     """Shared memory of the operand ring, in bytes."""
+    if cfg.programs:
+        sums = 1024 if cfg.by_rows else cfg.block_m * cfg.block_n * 4
+        return cfg.stages * ((cfg.block_m + cfg.block_n) * 128 + cfg.block_m * 4 + 32) + sums
     size = 2 if problem.fmt == "plain" else 1
     return cfg.stages * (cfg.block_m * (2 if problem.fused else size) + cfg.block_n * size) * cfg.block_k
 
 
 def is_legal(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> str | None:
     """None when `cfg` can run `problem` on `arch`, else why not."""
-    reason = tile_reason(cfg, problem.fmt, arch)
+    reason = _stream_reason(cfg, problem, arch) if cfg.programs else tile_reason(cfg, problem.fmt, arch)
     if reason is not None:
         return reason
     if not 1 <= cfg.split <= MAX_SPLIT:
@@ -83,6 +106,49 @@ def is_legal(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> str
     if need + 2048 > arch.smem:
         return f"needs {need} bytes of shared memory, {arch.name} has {arch.smem}"
     return None
+
+
+def _stream_reason(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> str | None:
+    """None when the Gluon kernel can run `cfg`, its shared memory aside; else why not."""
+    if not arch.has_wgmma:
+        return f"programs must be 0: the kernel with programs is for Hopper, not {arch.name}"
+    if problem.fmt != "fp8_block" or problem.fused or problem.batch != 1 or not problem.aligned or problem.k % 16:
+        return "programs must be 0: the kernel with programs takes one product of quantized fp8_block operands with rows on 16-byte boundaries"
+    if cfg.block_m not in (16, 32, 64, 128) or cfg.block_m < problem.rows:
+        return f"block_m must be 16, 32, 64 or 128 and hold all {problem.rows} rows, got {cfg.block_m}"
+    widths = STREAM_WIDTHS[cfg.block_m]
+    if cfg.block_n not in widths or (cfg.block_k, cfg.warps, cfg.split, cfg.swap) != (128, 4, 1, cfg.block_m <= 32):
+        return f"with programs, block_n must be one of {widths}, block_k 128, warps 4, split 1, swap {cfg.block_m <= 32}, got {cfg}"
+    steps = ceil_div(problem.n, cfg.block_n) * ceil_div(problem.k, 128)
+    if not 2 <= cfg.stages <= 12 or not 1 <= cfg.programs <= min(steps, 16 * arch.sms) or steps * cfg.programs >= 2**31:
+        return f"stages must be between 2 and 12, programs between 1 and {min(steps, 16 * arch.sms)}, got {cfg.stages} and {cfg.programs}"
+    if cfg.stages % 2 and not cfg.by_rows:
+        return f"stages must be even where two warpgroups take turns, got {cfg.stages}"
+    if most_parts(cfg, problem.n, problem.k) > MAX_SPLIT + 1:
+        return f"{cfg.programs} programs cut a tile into more than {MAX_SPLIT} parts"
+    return None
+
+
+def fits_twice(cfg: DenseGemmConfig) -> bool:
+    """Whether two programs of the Gluon kernel are meant to share an SM: 112 KiB each, and tiles that leave 96 registers a thread enough."""
+    small = cfg.block_m <= 32 or (cfg.block_m, cfg.block_n) == (64, 64)
+    ring = shared_bytes(cfg, DenseGemmProblem(cfg.block_m, 1, cfg.block_n, 128, "fp8_block"))
+    return small and ring <= 112 * 1024
+
+
+def most_parts(cfg: DenseGemmConfig, n: int, k: int) -> int:
+    """Most programs that share one tile of the Gluon kernel; 1 where each tile falls to one."""
+    tiles, steps = ceil_div(n, cfg.block_n), ceil_div(k, 128)
+    if tiles % cfg.programs == 0:
+        return 1
+    return ceil_div(steps - 1, tiles * steps // cfg.programs) + 1
+
+
+def part_bytes(cfg: DenseGemmConfig, rows: int, n: int, k: int) -> int:
+    """Bytes of the fp32 partial sums of one product."""
+    if cfg.programs:
+        return 8 * cfg.programs * cfg.block_m * cfg.block_n if most_parts(cfg, n, k) > 1 else 0
+    return 4 * cfg.split * rows * n if cfg.split > 1 else 0
 
 
 def _tile(rows: int, problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
@@ -114,11 +180,14 @@ def _tile(rows: int, problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
 def heuristic(problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
     """A config for every problem, from its size alone; equal for all M up to the same power of two, so that few kernels are compiled."""
     rows = max(16, 1 << (problem.rows - 1).bit_length())
-    return _heuristic(DenseGemmProblem(rows, problem.batch, problem.n, problem.k, problem.fmt, problem.fused), arch)
+    return _heuristic(DenseGemmProblem(rows, problem.batch, problem.n, problem.k, problem.fmt, problem.fused, problem.aligned), arch)
 
 
 @functools.lru_cache(maxsize=4096)
 def _heuristic(problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
+    best = min(stream_configs(problem, arch), key=lambda c: stream_us(c, problem, arch), default=None)
+    if best is not None:
+        return best
     cfg = _tile(problem.rows, problem, arch)
     if problem.batch > 1:  # the batch fills the machine
         return cfg
@@ -155,9 +224,56 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
     return time
 
 
+def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]:
+    """The configs of the Gluon kernel worth timing for `problem`; none where it cannot run."""
+    out: dict[DenseGemmConfig, None] = {}
+    if problem.rows > 128:
+        return []
+    block_m = max(16, 1 << (problem.rows - 1).bit_length())
+    for block_n in STREAM_WIDTHS[block_m]:
+        tiles, steps = ceil_div(problem.n, block_n), ceil_div(problem.k, 128)
+        for per_sm in (1, 2):
+            probe = [DenseGemmConfig(block_m, block_n, 128, 4, d, 1, block_m <= 32, 1) for d in (0, 1)]
+            fixed, one = (shared_bytes(c, problem) for c in probe)
+            stages = min(12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
+            stages -= stages % 2 if not probe[0].by_rows else 0
+            most = min(per_sm * arch.sms, tiles * steps)
+            counts = {most} | {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, i) for i in (1, 2, 3)}
+            for programs in sorted(counts):
+                cfg = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
+                if programs <= most and is_legal(cfg, problem, arch) is None and fits_twice(cfg) == (per_sm == 2):
+                    out[cfg] = None
+    return list(out)
+
+
+def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> float:
+    """Rough time of the Gluon kernel and its second launch, to compare configs with one another.
+
+    The slowest of four bounds, and what a cut tile costs. The constants were fitted to 533 configs of 27 problems (H200, Triton 3.6, 2026-11-30,
+    results/nvidia_h200/dense_sweep.json): the choice is 1% above the best on the geometric mean, 7% at worst.
+    """
+    tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
+    cut = most_parts(cfg, problem.n, problem.k) > 1
+    each = tiles * steps / cfg.programs if cut else ceil_div(tiles, cfg.programs) * steps
+    twice = fits_twice(cfg)
+    on_one = each * (2 if twice and cfg.programs > arch.sms else 1)  # steps of the busiest SM
+    step = (cfg.block_m + cfg.block_n) * 128
+    fill = on_one * step / min(75e3, cfg.stages * step / 1.35)  # bytes a microsecond that one SM is filled with; a load takes 1.35
+    memory = problem.n * problem.k / (26.5e3 * arch.sms)
+    l2 = tiles * steps * step / (56e3 * arch.sms)
+    math = on_one * cfg.block_m * cfg.block_n * 128 / 4e6
+    time = max(fill, memory, l2, math) + 0.07 * min(fill, memory) + 1e-4 * cfg.block_m * cfg.block_n
+    if not twice:  # the next kernel on the stream finds no room to start early
+        time += 0.5
+    if cut:
+        parts = (cfg.programs + min(tiles, cfg.programs)) * problem.rows * cfg.block_n * 8
+        time += 1.85 + parts / (19e3 * arch.sms) + 0.1 * most_parts(cfg, problem.n, problem.k)
+    return time
+
+
 def search_space(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]:
     """Every legal config worth timing for `problem`."""
-    out = []
+    out = stream_configs(problem, arch)
     block_k = {"plain": 64, "fp8_block": 128, "mxfp8": 128 if arch.has_block_scaled_mma else 32}[problem.fmt]
     units = ceil_div(problem.k, SPLIT_UNIT)
     splits = sorted({ceil_div(units, ceil_div(units, s)) for s in range(1, min(MAX_SPLIT, units) + 1)})

@@ -8,7 +8,7 @@ from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.cutlass_gemm import cutlass_dense
 from moe_ops.gemm.deep_gemm import deep_gemm_dense, dense_plan, dense_reason, refuse_traced
 from moe_ops.gemm.dense import dense_gemm_ref
-from moe_ops.gemm.dense_config import FUSED_ROWS, DenseGemmProblem, heuristic
+from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic, quantizes_inside
 from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.gemm.torch_scaled import scaled_mm, scaled_mm_reason
@@ -16,9 +16,12 @@ from moe_ops.quant.quantize import _op as quantize_rows
 
 
 def _triton_plan(p: Problem, where: Where) -> str:
-    fused = p.unquantized and p.rows <= FUSED_ROWS
-    config = "the config given" if p.pinned else str(heuristic(DenseGemmProblem(p.rows, 1, p.n, p.k, p.fmt, fused), where.arch))
-    return f"Triton kernel, {'quantizing inside, ' if fused else ''}{config}"
+    fused = p.unquantized and quantizes_inside(p.rows, p.n)
+    if p.pinned:
+        return "Triton kernel, the config given"
+    config = heuristic(DenseGemmProblem(p.rows, 1, p.n, p.k, p.fmt, fused), where.arch)
+    kernel = "Gluon kernel whose programs share K" if config.programs else "Triton kernel"
+    return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}"
 
 
 def _torch_plan(p: Problem, where: Where) -> str:

@@ -7,10 +7,14 @@ A slot is private to its program and nothing is added by atomics: the order of t
 output's dtype come after the whole sum. A 16-bit activation can be quantized on the way in (RULE), with the quantizer's own formulas.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from moe_ops.core.formats import ceil_div
+from moe_ops.core.launch import launch
 from moe_ops.core.pdl import after_previous
+from moe_ops.gemm.dense_config import DenseGemmConfig, most_parts
 from moe_ops.gemm.grouped_kernel import _exp2_byte, _load_a, _load_w
 from moe_ops.quant.row_tiles import encode
 
@@ -225,3 +229,45 @@ def _split_reduce_kernel(
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + row * stride_rm + column, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + item // rows * stride_ob + row * stride_om + column, acc.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def _stream_reduce_kernel(
+    part_ptr, bias_ptr, residual_ptr, out_ptr, rows, programs, stride_rm, stride_om,
+    N: tl.constexpr, KB: tl.constexpr, W: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Finish the tiles that dense_stream.py cut: add their parts in the order of K, then bias and residual. One program: BLOCK_R rows, 64 columns."""
+    after_previous(PDL)
+    TILES: tl.constexpr = (N + W - 1) // W
+    block = tl.program_id(0) % (TILES * (W // 64))
+    tile = block // (W // 64)
+    row = tl.program_id(0) // (TILES * (W // 64)) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inner = block % (W // 64) * 64 + tl.arange(0, 64)
+    column = tile * W + inner
+    # programs that hold the tile's first and its last step: program p starts at step p * TILES * KB // programs
+    first = ((tile * KB + 1) * programs - 1) // (TILES * KB)
+    last = ((tile * KB + KB) * programs - 1) // (TILES * KB)
+    if first < last:
+        ok = (row < rows)[:, None] & (column < N)[None, :]
+        inside = row[:, None] * W + inner[None, :]
+        acc = tl.load(part_ptr + (2 * first + 1).to(tl.int64) * (T * W) + inside, mask=ok, other=0.0)
+        for i in tl.static_range(1, PARTS):
+            acc += tl.load(part_ptr + (2 * (first + i)).to(tl.int64) * (T * W) + inside, mask=ok & (first + i <= last), other=0.0)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        out_row = row.to(tl.int64)[:, None]
+        if residual_ptr is not None:
+            acc += tl.load(residual_ptr + out_row * stride_rm + column[None, :], mask=ok, other=0.0).to(tl.float32)
+        tl.store(out_ptr + out_row * stride_om + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def add_parts(
+    op: str, part: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor, k: int, cfg: DenseGemmConfig
+) -> None:  # fmt: skip
+    """Launch the kernel that finishes the cut tiles of `out` (M, N); `part` is fp32 (2 * programs, block_m, block_n), contiguous."""
+    rows, n = out.shape
+    launch(
+        op, _stream_reduce_kernel, (ceil_div(n, cfg.block_n) * (cfg.block_n // 64) * ceil_div(rows, 16),),
+        part, bias, residual, out, rows, cfg.programs, 0 if residual is None else residual.stride(0), out.stride(0),
+        N=n, KB=ceil_div(k, 128), W=cfg.block_n, T=cfg.block_m, PARTS=most_parts(cfg, n, k), BLOCK_R=16, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -78,7 +78,7 @@ def warmup(
 
 def dense_counts(weight: "QTensor | torch.Tensor", max_tokens: int) -> list[int]:
     """Token counts that reach every kernel variant of `dense_gemm` (weight (N, K)) or `bmm` (weight (heads, N, K)) up to `max_tokens` tokens."""
-    from moe_ops.gemm.dense_config import FUSED_ROWS, DenseGemmProblem, heuristic
+    from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic, quantizes_inside
 
     checks.ndim("warmup", "target", weight.data if isinstance(weight, QTensor) else weight, (2, 3))
     heads = weight.shape[0] if len(weight.shape) == 3 else 1
@@ -87,7 +87,7 @@ def dense_counts(weight: "QTensor | torch.Tensor", max_tokens: int) -> list[int]
 
     def choice(tokens: int) -> tuple[Any, ...]:
         kinds = (DenseGemmProblem(tokens, heads, n, k, fmt, fused) for fused in ((False,) if fmt == "plain" else (False, True)))
-        return (*(heuristic(p, arch) for p in kinds), tokens <= FUSED_ROWS)
+        return (*(heuristic(p, arch) for p in kinds), quantizes_inside(tokens, n))
 
     return sorted({*_changes(choice, max_tokens), *_grid(max_tokens)})
 

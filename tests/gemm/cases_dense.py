@@ -3,6 +3,7 @@
 import torch
 
 from moe_ops.gemm.dense import _dense_gemm_triton
+from moe_ops.gemm.dense_config import DenseGemmConfig
 
 N = 576
 
@@ -25,6 +26,17 @@ def _call(fmt: str, rows: int, rule: str, k: int, n: int = N):
     return call
 
 
+def _stream(block_m: int, block_n: int, stages: int, programs: int):
+    def call():
+        rows, n, k = block_m - 1, 576, 640
+        operands = (torch.zeros((rows, k), dtype=torch.uint8), torch.ones((rows, 5)), torch.zeros((n, k), dtype=torch.uint8), torch.ones((5, 5)))
+        config = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
+        bias, residual = torch.zeros(n), torch.zeros((rows, n), dtype=torch.bfloat16)
+        _dense_gemm_triton(*operands, bias, residual, "fp8_block", "given", torch.bfloat16, config.ints())
+
+    return call
+
+
 COMPILE_CASES = [
     (f"dense {fmt} rows={rows} K={k} N={n} {rule}", _call(fmt, rows, rule, k, n))
     for fmt, rule in (
@@ -38,10 +50,20 @@ COMPILE_CASES = [
     for rows, k, n in ((4, 7168, N), (32, 7168, N), (64, 7168, N), (200, 512, N), (4096, 512, 4096), (3, 160, 80))
     if rule == "given" or (rows <= 16 and not (rule == "folded" and k % 128))
 ]
+COMPILE_CASES += [
+    (f"dense stream {bm}x{bn} programs={programs}", _stream(bm, bn, stages, programs), (90,))
+    for bm, bn, stages in (
+        *((16, 64, 10), (16, 128, 4), (32, 64, 8), (32, 128, 10), (64, 64, 4), (64, 64, 12), (64, 128, 6)),
+        *((128, 64, 6), (128, 128, 6), (128, 256, 4)),
+    )
+    for programs in (1, 5)
+]
 EXPECT = {
+    "_dense_stream_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3", r"setmaxnreg|maxnreg"]},
     "_dense_gemm_kernel": {
         90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
         100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
         120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
     },
 }
+ONLY = {"_dense_stream_kernel": (90,), "_stream_reduce_kernel": (90,)}

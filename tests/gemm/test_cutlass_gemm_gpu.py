@@ -231,12 +231,13 @@ def test_graph_replay_of_masked_rows_and_of_dense(fmt, dense):
 def test_graph_first_call_under_capture_is_refused_and_leaves_the_process_well(fmt, monkeypatch):
     a = quantize(uneven((24, 640), seed=1).cuda(), fmt)
     w = quantize_weight(uneven((2, 320, 640), seed=2).cuda(), fmt)
+    offsets = ends([7, 17])
     monkeypatch.setattr(library, "_warm", set())
     with pytest.raises(RuntimeError, match="has never run on this GPU and cannot be loaded while a CUDA graph is being captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            grouped_gemm(a, w, ends([7, 17]), impl="cutlass")
-    ref = grouped_gemm(a, w, ends([7, 17]), impl="torch", out_dtype=torch.float32)
-    assert relative_error(grouped_gemm(a, w, ends([7, 17]), impl="cutlass"), ref) <= 2e-3
+            grouped_gemm(a, w, offsets, impl="cutlass")
+    ref = grouped_gemm(a, w, offsets, impl="torch", out_dtype=torch.float32)
+    assert relative_error(grouped_gemm(a, w, offsets, impl="cutlass"), ref) <= 2e-3
 
 
 def test_a_side_stream(fmt):

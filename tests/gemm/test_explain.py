@@ -192,9 +192,11 @@ def test_nobody_can(monkeypatch):
 
 def test_dense_gemm_chooses_in_the_same_way(monkeypatch, installed):
     sizes = dict(rows=8, n=1536, k=7168)
-    answer = explain("dense_gemm", **sizes, unquantized=True, device="sm90")
+    answer = explain("dense_gemm", **sizes | {"n": 576}, unquantized=True, device="sm90")
     assert answer.chosen == "triton" and "Triton kernel, quantizing inside, DenseGemmConfig(" in answer["triton"].plan
-    assert "quantizing" not in explain("dense_gemm", **sizes, device="sm90")["triton"].plan
+    for unquantized in (False, True):  # so many columns are quantized for by a kernel of their own
+        plan = explain("dense_gemm", **sizes, unquantized=unquantized, device="sm90")["triton"].plan
+        assert plan.startswith("Gluon kernel whose programs share K, DenseGemmConfig(")
     problem = Problem("dense_gemm", "fp8_block", 8, 1536, 7168, unquantized=True)
     assert choose(problem, HOPPER, "deep_gemm").plan(problem, HOPPER) == "deep_gemm, dense form, after a kernel that quantizes"
     monkeypatch.setattr(torch.version, "cuda", "12.9")

@@ -199,7 +199,11 @@ ROUTED = Routing.from_topk(torch.tensor([[0, 1]] * 4, dtype=torch.int32), torch.
         (lambda: grouped_gemm(_q(), _w(), OFFS, bias=3.0), TypeError, "bias must be a torch.Tensor, got float"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, config=(1, 2)), TypeError, "config must be a GroupedGemmConfig, got tuple"),
         (lambda: grouped_gemm(_q(), _w(), OFFS, config=GroupedGemmConfig(8, 64, 128, 4, 2, 1, True)), ValueError, "cannot run here: block_m must be"),
-        (lambda: grouped_gemm(_q(), _w(), OFFS, impl="cuda"), ValueError, "impl must be one of 'triton', 'deep_gemm', 'cutlass', 'torch', got 'cuda'"),
+        (
+            lambda: grouped_gemm(_q(), _w(), OFFS, impl="cuda"),
+            ValueError,
+            "impl must be one of 'triton', 'deep_gemm', 'cutlass', 'torch', got 'cuda'",
+        ),
         (lambda: grouped_gemm(torch.ones(4, 128), torch.ones(2, 64, 128), OFFS), TypeError, "a must be bfloat16 or float16, got float32"),
         (
             lambda: grouped_gemm(torch.ones(4, 128).bfloat16().requires_grad_(), torch.ones(2, 64, 128).bfloat16(), OFFS),

@@ -1,0 +1,91 @@
+"""The dense GEMM whose programs share K, without a GPU: which config is taken, what is refused, and the kernel that adds the parts of a tile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_ops.core.arch import arch_of_capability
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, most_parts, part_bytes, stream_configs
+from moe_ops.gemm.dense_kernel import add_parts
+
+HOPPER = replace(arch_of_capability(90), sms=132)
+GOOD = DenseGemmConfig(64, 128, 128, 4, 6, 1, False, 7)
+PROBLEM = DenseGemmProblem(40, 1, 576, 1024, "fp8_block")
+
+
+def shares(n, k, cfg):
+    """(program, tile, first step, last step) of every stretch of work, by the definition: the line of all steps in equal parts."""
+    steps = -(-k // 128)
+    total = -(-n // cfg.block_n) * steps
+    for p in range(cfg.programs):
+        step, end = p * total // cfg.programs, (p + 1) * total // cfg.programs
+        while step < end:
+            last = min(end, (step // steps + 1) * steps)
+            yield p, step // steps, step % steps, last - step // steps * steps
+            step = last
+
+
+@pytest.mark.parametrize("programs", [2, 5, 7, 11, 30])
+@pytest.mark.parametrize("tile", [(16, 64), (32, 128), (64, 128), (128, 256)], ids=str)
+def test_parts_are_added_in_the_order_of_k(tile, programs, device):
+    """SPLITK: cut tiles get the sum of their parts, bias and residual once; whole tiles and slots that nobody wrote are left alone."""
+    m, n, k = tile[0] - 3, 576, 1024
+    programs = min(programs, 8 * -(-n // tile[1]))  # a step each, at least
+    cfg = DenseGemmConfig(*tile, 128, 4, 4, 1, tile[0] <= 32, programs)
+    if most_parts(cfg, n, k) == 1:
+        pytest.skip("no tile is cut")
+    g = torch.Generator().manual_seed(programs)
+    part = torch.full((2 * programs, *tile), float("nan"))
+    assert part.numel() * 4 == part_bytes(cfg, m, n, k)
+    bias, residual = torch.randn(n, generator=g), torch.randn(m, n, generator=g).bfloat16()
+    expected = torch.full((m, n), 7.0)
+    for tile_i in range(-(-n // tile[1])):
+        columns = slice(tile_i * tile[1], min(n, (tile_i + 1) * tile[1]))
+        mine = [(p, first) for p, t, first, last in shares(n, k, cfg) if t == tile_i]
+        if len(mine) > 1:
+            total = 0
+            for p, first in mine:
+                values = torch.randn(m, columns.stop - columns.start, generator=g)
+                part[2 * p + (first == 0), :m, : values.shape[1]] = values
+                total = total + values
+            expected[:, columns] = total + bias[columns] + residual[:, columns].float()
+    out = torch.full((m, n + 5), 7.0, device=device)
+    add_parts("test", part.to(device), bias.to(device), residual.to(device), out[:, :n], k, cfg)
+    assert (out[:, n:] == 7).all()
+    assert torch.equal(out[:, :n].cpu(), expected) or (out[:, :n].cpu() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change,problem,reason",
+    [
+        ({}, {}, None),
+        ({"stages": 5}, {}, "must be even"),
+        ({"block_m": 32}, {}, "hold all 40 rows"),
+        ({"block_n": 256}, {}, "block_n must be one of"),
+        ({"programs": 10**6}, {}, "programs between 1 and"),
+        ({"split": 2}, {}, "split 1"),
+        ({"stages": 10}, {}, "shared memory"),
+        ({}, {"fmt": "mxfp8"}, "fp8_block operands"),
+        ({}, {"aligned": False}, "16-byte boundaries"),
+        ({}, {"fused": True}, "quantized fp8_block operands"),
+    ],
+    ids=str,
+)
+def test_legality(change, problem, reason):
+    found = is_legal(replace(GOOD, **change), replace(PROBLEM, **problem), HOPPER)
+    assert found is None if reason is None else reason in found
+    assert "is for Hopper" in is_legal(GOOD, PROBLEM, arch_of_capability(100))
+
+
+@pytest.mark.parametrize("n,k", [(1536, 7168), (576, 7168), (24576, 1536), (7168, 18432), (9216, 4096), (64, 128), (1, 16), (100, 48)])
+def test_choice(n, k):
+    """Legal for every number of rows, the same for all of an octave, and never more programs than two an SM."""
+    for rows in (1, 3, 16, 17, 40, 64, 65, 128, 129, 4000):
+        problem = DenseGemmProblem(rows, 1, n, k, "fp8_block")
+        cfg = heuristic(problem, HOPPER)
+        assert is_legal(cfg, problem, HOPPER) is None
+        assert (cfg.programs > 0) == (rows <= 128) and cfg.programs <= 2 * 132
+        assert not heuristic(replace(problem, aligned=False), HOPPER).programs and not heuristic(problem, arch_of_capability(89)).programs
+    assert heuristic(replace(problem, rows=17), HOPPER) == heuristic(replace(problem, rows=32), HOPPER)
+    assert all(is_legal(c, replace(problem, rows=64), HOPPER) is None for c in stream_configs(replace(problem, rows=64), HOPPER))

@@ -1,0 +1,133 @@
+"""The Gluon kernel of the dense GEMM by itself: every tile shape and way to cut, tails of M, N and K, early starts, graphs."""
+
+import pytest
+import torch
+
+from moe_ops import dense_gemm, quantize, quantize_weight
+from moe_ops.core.arch import arch_of
+from moe_ops.core.numerics import relative_error, uneven
+from moe_ops.gemm.dense import dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, is_legal, most_parts, part_bytes
+
+HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
+
+TILES = [(16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256)]
+
+
+def config(tile, programs, stages=2):
+    return DenseGemmConfig(*tile, 128, 4, stages, 1, tile[0] <= 32, programs)
+
+
+def operands(m, n, k, seed=1):
+    """Bits and scales of both operands; each block has a scale of its own."""
+    q = quantize(uneven((m, k), seed=seed).cuda(), "fp8_block")
+    w = quantize_weight(uneven((n, k), block=(128, 128), seed=seed + 1, spread=1).cuda(), "fp8_block")
+    return q.data.view(torch.uint8), q.scale, w.data.view(torch.uint8), w.scale
+
+
+def run(args, cfg, bias=None, residual=None, dtype=torch.float32):
+    """In memory full of NaN: what is not written shows."""
+    m, n, k = args[0].shape[0], args[2].shape[0], args[0].shape[1]
+    out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+    work = torch.full((max(16, part_bytes(cfg, m, n, k)),), 0xFF, dtype=torch.uint8, device="cuda")
+    dense_gemm_into(*args, bias, residual, "fp8_block", "given", out, work, cfg.ints())
+    return out
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 5, 7, 20])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_and_cut(tile, programs):
+    """SPLITK, TAIL: whole tiles, halves, tiles among many programs; N off the tile, K off the block; bias and residual once."""
+    for m, n, k in ((tile[0] - 3, 576, 640), (1, 200, 400), (tile[0], 512, 1536)):
+        cfg = config(tile, programs)
+        if is_legal(cfg, DenseGemmProblem(m, 1, n, k, "fp8_block"), arch_of(torch.device("cuda"))) is not None:
+            continue
+        args, bias, residual = operands(m, n, k), torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+        out = run(args, cfg, bias, residual)
+        assert relative_error(out, dense_gemm_ref(*args, bias, residual, "fp8_block", "given", torch.float32)) <= 5e-4, (m, n, k)
+        assert torch.equal(out, run(args, cfg, bias, residual))
+        if m == 1:  # bf16, nothing added
+            low = run(args, cfg, dtype=torch.bfloat16)
+            assert relative_error(low, dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)) <= 3e-3
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_ring_of_any_depth(tile, stages):
+    """Fewer steps than slots, and many rounds of the ring."""
+    for k in (128, 2048):
+        if stages % 2 and not config(tile, 1).by_rows:
+            stages = 4
+        args = operands(5, 384, k)
+        ref = dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)
+        assert relative_error(run(args, config(tile, 1, stages)), ref) <= 5e-4
+
+
+def test_most_parts_is_enough():
+    """No tile has more parts than the second kernel adds."""
+    for n, k in ((576, 7168), (1536, 7168), (9216, 4096), (64, 128)):
+        for width in (64, 128, 256):
+            tiles, steps = -(-n // width), -(-k // 128)
+            for programs in range(1, min(300, tiles * steps) + 1):
+                cfg = config((64, width), programs)
+                starts = [p * tiles * steps // programs for p in range(programs + 1)]
+                parts = max(sum(a < t * steps + steps and b > t * steps for a, b in zip(starts, starts[1:], strict=False)) for t in range(tiles))
+                assert parts <= most_parts(cfg, n, k), (n, k, width, programs)
+
+
+@pytest.mark.parametrize("m", [17, 40, 100])
+def test_early_start_gives_the_same_bits(m):
+    """The activation is quantized by the kernel before it, whose end it does not await to ask for weights."""
+    x, w = uneven((m, 7168), seed=3).cuda(), quantize_weight(uneven((576, 7168), seed=4).cuda(), "fp8_block")
+    apart = dense_gemm(quantize(x, "fp8_block"), w)
+    for _ in range(5):
+        assert torch.equal(dense_gemm(x, w), apart)
+
+
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
+def test_layouts_rows_apart_and_graphs(m):
+    """LAYOUT, GRAPH: MN-major scales, rows of a wider tensor, an out with a stride, one capture replayed over other contents."""
+    n, k = 2112, 7168
+    wide = uneven((m, 2 * k), seed=5).cuda()
+    q, major, w = (
+        quantize(wide, "fp8_block"),
+        quantize(wide, "fp8_block", layout="mn_major"),
+        quantize_weight(uneven((n, k), seed=6).cuda(), "fp8_block"),
+    )
+    bits, ws = q.data.view(torch.uint8)[:, :k], (w.data.view(torch.uint8), w.scale)
+    assert torch.equal(major.data.view(torch.uint8)[:, :k], bits)
+    outs = []
+    for scale in (q.scale[:, : k // 128], major.scale[:, : k // 128]):
+        buffer = torch.full((m, n + 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+        dense_gemm_into(bits, scale, *ws, None, None, "fp8_block", "given", buffer[:, :n])
+        assert torch.isnan(buffer[:, n:]).all()
+        outs.append(buffer[:, :n].contiguous())
+    assert torch.equal(*outs)
+    assert relative_error(outs[0], dense_gemm_ref(bits, q.scale[:, : k // 128], *ws, None, None, "fp8_block", "given", torch.float32)) <= 3e-3
+    out, workspace = torch.empty(m, n, device="cuda", dtype=torch.bfloat16), dense_gemm_workspace(m, w)
+    x = uneven((m, k), seed=7).cuda()
+    a = quantize(x, "fp8_block")
+    dense_gemm(a, w, out=out, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense_gemm(a, w, out=out, workspace=workspace)
+    for seed in (8, 9):
+        fresh = quantize(uneven((m, k), seed=seed).cuda(), "fp8_block")
+        a.data.view(torch.uint8).copy_(fresh.data.view(torch.uint8))
+        a.scale.copy_(fresh.scale)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, dense_gemm(fresh, w))
+
+
+def test_unaligned_rows_take_the_other_kernel():
+    """ALIGN: rows off 16 bytes cannot be addressed by TMA; the result is there all the same."""
+    args = operands(20, 256, 512)
+    off = torch.empty(20, 512 + 8, dtype=torch.uint8, device="cuda")[:, 8:]
+    off.copy_(args[0])
+    out = torch.full((20, 256), float("nan"), device="cuda")
+    dense_gemm_into(off, *args[1:], None, None, "fp8_block", "given", out)
+    assert relative_error(out, dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)) <= 5e-4
+    with pytest.raises(ValueError, match="16-byte boundaries"):
+        dense_gemm_into(off, *args[1:], None, None, "fp8_block", "given", out, None, config((32, 64), 2).ints())
