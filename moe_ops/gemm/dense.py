@@ -256,7 +256,7 @@ def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], a: torch.Tenso
     checks.dtype(op, "out", out, OUT_DTYPES)
     checks.last_stride_one(op, "out", out)
     reach = 0  # of the dimensions with smaller strides
-    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+    for stride, size in () if torch.compiler.is_compiling() else sorted(zip(out.stride(), out.shape, strict=True)):  # would pin M
         if size > 1:
             if stride <= reach:
                 raise ValueError(f"{op}: out must not be expanded or overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
