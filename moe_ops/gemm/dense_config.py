@@ -227,7 +227,7 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
 def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]:
     """The configs of the Gluon kernel worth timing for `problem`; none where it cannot run."""
     out: dict[DenseGemmConfig, None] = {}
-    if problem.rows > 128:
+    if problem.rows > 128 or problem.n == 0 or not arch.has_wgmma:
         return []
     block_m = max(16, 1 << (problem.rows - 1).bit_length())
     for block_n in STREAM_WIDTHS[block_m]:

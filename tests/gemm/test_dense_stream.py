@@ -87,5 +87,6 @@ def test_choice(n, k):
         assert is_legal(cfg, problem, HOPPER) is None
         assert (cfg.programs > 0) == (rows <= 128) and cfg.programs <= 2 * 132
         assert not heuristic(replace(problem, aligned=False), HOPPER).programs and not heuristic(problem, arch_of_capability(89)).programs
+    assert not stream_configs(replace(problem, n=0, rows=3), HOPPER) and not heuristic(replace(problem, n=0, rows=0), HOPPER).programs
     assert heuristic(replace(problem, rows=17), HOPPER) == heuristic(replace(problem, rows=32), HOPPER)
     assert all(is_legal(c, replace(problem, rows=64), HOPPER) is None for c in stream_configs(replace(problem, rows=64), HOPPER))
