@@ -41,7 +41,8 @@ def test_four_families(family, name):
 
 def test_what_a_conversion_takes():
     r = json.loads((RESULTS / "bench_convert.json").read_text())
-    cold, one = r["convert_cold"], r["convert_one_core_cached"]
+    gpu = json.loads((RESULTS.parent / "nvidia_h200" / "bench_convert.json").read_text())
+    cold, one, memory = r["convert_cold"], r["convert_one_core_cached"], r["one_core_in_memory"]
 
     def gb(value):
         return f"{value / 1e9:.2f}"
@@ -51,8 +52,12 @@ def test_what_a_conversion_takes():
         f"{cold['seconds']:.1f} s from a cold cache: {gb(cold['rate'])} GB of source a second",
         f"reads {gb(r['read_cold'])} and writes {gb(r['write_synced'])}",
         f"One core alone converts {gb(one['rate'])} GB/s",
-        f"reaches {gb(r['one_core_in_memory']['mxfp8_plain'])}",
+        f"measures the error too, {gb(memory['mxfp8_converter_with_errors'])} where the plain",
+        f"reaches {gb(memory['mxfp8_plain'])} in the median process and {' to '.join(map(gb, memory['ranges']['mxfp8_plain']))} in all",
+        f"{gpu['convert_cold']['seconds']:.1f} s: {gb(gpu['convert_cold']['rate'])} GB/s where that disk reads {gb(gpu['read_cold'])}",
     ):
         assert figure in " ".join(README.split()), figure
-    assert cold["rss_anon_peak"] <= r["memory_limit"] and r["share_of_slower"] > 0.7
-    assert one["rate"] > 2 * max(250e6, r["one_core_in_memory"]["mxfp8_plain"])
+    assert cold["rss_anon_peak"] <= r["memory_limit"] and gpu["convert_cold"]["rss_anon_peak"] <= gpu["memory_limit"]
+    assert gpu["share_of_slower"] > 0.7
+    assert one["rate"] > 2 * 250e6  # twice what a core was expected to reach with the plain expression
+    assert memory["mxfp8_converter_with_errors"] > 2 * memory["mxfp8_plain"]
