@@ -21,7 +21,7 @@ from moe_ops.core.numerics import random_topk, uneven  # noqa: E402
 from moe_ops.gemm import cutlass_gemm, deep_gemm  # noqa: E402
 from moe_ops.gemm.bmm import bmm  # noqa: E402
 from moe_ops.gemm.dense import dense_gemm  # noqa: E402
-from moe_ops.gemm.dense_config import DenseGemmConfig  # noqa: E402
+from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig  # noqa: E402
 from moe_ops.gemm.grouped_act import grouped_act_into  # noqa: E402
 from moe_ops.quant.fold import fold_weight  # noqa: E402
 from moe_ops.quant.scale_layout import to_layout  # noqa: E402
@@ -98,6 +98,19 @@ def dense_gemms():
                 dense_gemm(x, q, bias=torch.randn(n, device=CUDA), residual=residual)
                 step = 64 if fmt == "plain" else 128 if fmt == "fp8_block" or arch_of(CUDA).has_block_scaled_mma else 32
                 dense_gemm(x, q, residual=residual, config=DenseGemmConfig(16, 64, step, 4, 2, 3, True))
+
+
+def dense_gemms_on_hopper():
+    if not arch_of(CUDA).has_wgmma:
+        return
+    q = quantize_weight(data(200, 400), "fp8_block")
+    for block_m, widths in STREAM_WIDTHS.items():
+        a, residual = quantize(data(block_m - 3, 400), "fp8_block"), data(block_m - 3, 200)
+        for block_n in widths:
+            for programs in (1, 3):
+                config = DenseGemmConfig(block_m, block_n, 128, 4, 2, 1, block_m <= 32, programs)
+                dense_gemm(a, q, bias=torch.randn(200, device=CUDA), residual=residual, config=config)
+    dense_gemm(data(20, 400), q)  # quantized by the kernel before, whose end is not awaited
 
 
 def batched_gemms():
@@ -198,7 +211,19 @@ def launched() -> set[str]:
 
 
 def main() -> int:
-    for part in (quantizers, router, gemms, dense_gemms, batched_gemms, fused_gemm1, gemms_on_hopper, rows_for_deep_gemm, rows_for_cutlass, layers):
+    for part in (
+        quantizers,
+        router,
+        gemms,
+        dense_gemms,
+        dense_gemms_on_hopper,
+        batched_gemms,
+        fused_gemm1,
+        gemms_on_hopper,
+        rows_for_deep_gemm,
+        rows_for_cutlass,
+        layers,
+    ):
         part()
         torch.cuda.synchronize()
         print(f"{part.__name__} done", flush=True)
