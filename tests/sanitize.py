@@ -1,6 +1,8 @@
 """Every kernel once at small, awkward shapes, for compute-sanitizer (`make memcheck`): ragged sizes, empty experts, counts past the capacity.
 
-Needs a GPU. Fails when an entry kernel of the package was not launched. Numbers are other tests' work; here each access counts.
+    python tests/sanitize.py [PART ..]        parts by name, as `gemms_on_hopper`; all without one
+
+Needs a GPU. Without names it fails when an entry kernel of the package was not launched. Numbers are other tests' work; here each access counts.
 """
 
 import importlib.util
@@ -210,23 +212,29 @@ def launched() -> set[str]:
     return names
 
 
+PARTS = (
+    quantizers,
+    router,
+    gemms,
+    dense_gemms,
+    dense_gemms_on_hopper,
+    batched_gemms,
+    fused_gemm1,
+    gemms_on_hopper,
+    rows_for_deep_gemm,
+    rows_for_cutlass,
+    layers,
+)
+
+
 def main() -> int:
-    for part in (
-        quantizers,
-        router,
-        gemms,
-        dense_gemms,
-        dense_gemms_on_hopper,
-        batched_gemms,
-        fused_gemm1,
-        gemms_on_hopper,
-        rows_for_deep_gemm,
-        rows_for_cutlass,
-        layers,
-    ):
-        part()
-        torch.cuda.synchronize()
-        print(f"{part.__name__} done", flush=True)
+    for part in PARTS:
+        if not sys.argv[1:] or part.__name__ in sys.argv[1:]:
+            part()
+            torch.cuda.synchronize()
+            print(f"{part.__name__} done", flush=True)
+    if sys.argv[1:]:
+        return 0
     spec = importlib.util.spec_from_file_location("compile_cases", ROOT / "tests/compile_cases.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
