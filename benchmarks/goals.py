@@ -1,9 +1,12 @@
-"""Every case that has a goal, figure and goal side by side: `python benchmarks/goals.py [--only TEXT] [--out DIR] [--commit ID] [--reps N]`.
+"""Every case that has a goal, figure and goal side by side: `python benchmarks/goals.py [FOLDER ..] [--only TEXT] [--out DIR] [--commit ID] [--reps N]`.
+
+Folders, as `quant router`, limit it to their files.
 
 First all files compile and check their results, each in a process of its own; then this process times them one after another. A missed goal is
 printed; the exit status is 1 when a result was wrong.
 """
 
+import itertools
 import os
 import runpy
 import subprocess
@@ -17,16 +20,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
-def files() -> list[Path]:
-    """Benchmark files with a goal."""
-    return [path for path in sorted(HERE.glob("*/bench_*.py")) if "Goal(" in path.read_text()]
+def files(folders: list[str]) -> list[Path]:
+    """Benchmark files with a goal, in those folders, or everywhere."""
+    found = [path for path in sorted(HERE.glob("*/bench_*.py")) if "Goal(" in path.read_text()]
+    return [path for path in found if not folders or path.parent.name in folders]
 
 
-def compile_and_check(args: list[str]) -> bool:
+def compile_and_check(paths: list[Path], args: list[str]) -> bool:
     """Run all files at once without timing; whether every result is right."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-    running = {path: subprocess.Popen([sys.executable, str(path), "--goals", "--no-time", *args], **pipe) for path in files()}
+    running = {path: subprocess.Popen([sys.executable, str(path), "--goals", "--no-time", *args], **pipe) for path in paths}
     right = True
     for path, process in running.items():
         output = process.communicate()[0]
@@ -36,10 +40,10 @@ def compile_and_check(args: list[str]) -> bool:
     return right
 
 
-def time_all(args: list[str]) -> bool:
+def time_all(paths: list[Path], args: list[str]) -> bool:
     """Run all files here; whether every result is right."""
     right = True
-    for path in files():
+    for path in paths:
         sys.argv = [str(path), "--goals", *args]
         try:
             runpy.run_path(str(path), run_name="__main__")
@@ -56,5 +60,10 @@ def time_all(args: list[str]) -> bool:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     given = sys.argv[1:]
-    compiled = compile_and_check(given) if torch.cuda.is_available() else True
-    sys.exit(0 if time_all(given) and compiled else 1)
+    folders = list(itertools.takewhile(lambda arg: not arg.startswith("-"), given))
+    given = given[len(folders) :]
+    paths = files(folders)
+    if not paths:
+        sys.exit(f"goals.py: no file with a goal in {folders}")
+    compiled = compile_and_check(paths, given) if torch.cuda.is_available() else True
+    sys.exit(0 if time_all(paths, given) and compiled else 1)
