@@ -33,7 +33,8 @@ def pick(arch: str, kind: str, rows: int) -> Instantiation:
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:
     """Bytes whose rows start at multiples of 16, as TMA reads them: `t`, or a copy."""
-    if t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:-1]):
+    apart = all(s >= size for s, size in zip(t.stride()[:-1], t.shape[1:], strict=True))  # TMA takes no expanded rows
+    if t.data_ptr() % 16 == 0 and apart and all(s % 16 == 0 for s in t.stride()[:-1]):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 

@@ -79,6 +79,8 @@ def launch_dense(
     from moe_ops.core.launch import launch
     from moe_ops.gemm.dense_kernel import _dense_gemm_kernel, _split_reduce_kernel
 
+    if cfg.programs:
+        raise ValueError(f"{op}: config {cfg} is for the kernel with programs")
     batch, n, k = w.shape
     rows = a.shape[1]
     if rows == 0 or batch == 0 or n == 0:
@@ -87,7 +89,7 @@ def launch_dense(
     if fmt != "plain":
         a, w = as_e4m3(a), as_e4m3(w)
     tma = arch.has_tma and k * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
-    operand = TensorDescriptor.from_tensor(w.view(batch * n, k), [cfg.block_n, cfg.block_k]) if tma else w
+    operand = TensorDescriptor(w, [batch * n, k], [k, 1], [cfg.block_n, cfg.block_k]) if tma else w
     scale_strides = (0, 0, 0) if a_scale is None else a_scale.stride()
     stride_rm = 0 if residual is None else residual.stride(0)
     # one batch: its distance is M times something, and every other M could compile anew
@@ -106,6 +108,11 @@ def launch_dense(
             op, _split_reduce_kernel, (batch * rows * ceil_div(n, 256),), part, bias, residual, out, rows, stride_rm, stride_ob, out.stride(1),
             BATCH=batch, N=n, SPLIT=cfg.split, BLOCK=256, num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
+
+
+def rows_aligned(a: torch.Tensor) -> bool:
+    """Whether TMA can address a (M, K) of bytes: rows apart from one another, each on a 16-byte boundary."""
+    return a.data_ptr() % 16 == 0 and (a.shape[0] == 1 or (a.stride(0) % 16 == 0 and a.stride(0) >= a.shape[1]))
 
 
 def _quantized_bytes(rows: int, k: int, fmt: str) -> tuple[int, int]:
@@ -135,7 +142,7 @@ def dense_gemm_into(
         quantized = _quantized_bytes(rows, k, fmt)
     quantizes = any(quantized)
     fused = rule != "given" and not quantizes
-    aligned = k % 16 == 0 and w.data_ptr() % 16 == 0 and (quantizes or (a.data_ptr() % 16 == 0 and a.stride(0) % 16 == 0))
+    aligned = k % 16 == 0 and w.data_ptr() % 16 == 0 and (quantizes or rows_aligned(a))
     cfg = choose(op, DenseGemmProblem(rows, 1, n, k, fmt, fused, aligned), a.device, config)
     need = sum(quantized) + part_bytes(cfg, rows, n, k)
     if workspace is None:
@@ -158,7 +165,9 @@ def dense_gemm_into(
     if cfg.programs:
         from moe_ops.gemm.dense_stream import launch_dense_stream
 
-        if rows and n and a_scale is not None and w_scale is not None:
+        if a_scale is None or w_scale is None:
+            raise ValueError(f"{op}: quantized operands need scales")
+        if rows:
             launch_dense_stream(op, a, a_scale, w, w_scale, bias, residual, out, part, cfg, early=quantizes)
         return
     launch_dense(
@@ -363,7 +372,7 @@ def dense_gemm(
     checks.one_of(op, "out_dtype", out_dtype, OUT_DTYPES)
     pinned = None
     if config is not None:
-        pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and quantizes_inside(rows, n)), a_data.device)
+        pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and quantizes_inside(rows, n), True), a_data.device)
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, residual, fmt, rule)
     if out is not None:
         check_out(op, out, (rows, n), a_data)

@@ -74,7 +74,7 @@ class DenseGemmProblem:
         n, k: weight rows and reduction length.
         fmt: one of `grouped_config.GEMM_FORMATS`.
         fused: whether the activation is 16-bit and quantized inside the kernel.
-        aligned: whether TMA can address both operands: rows on 16-byte boundaries.
+        aligned: whether the Gluon kernel can take the operands of this `dense_gemm`: TMA needs rows on 16-byte boundaries. False for `bmm`.
     """
 
     rows: int
@@ -83,7 +83,7 @@ class DenseGemmProblem:
     k: int
     fmt: str
     fused: bool = False
-    aligned: bool = True
+    aligned: bool = False
 
 
 def shared_bytes(cfg: DenseGemmConfig, problem: DenseGemmProblem) -> int:
@@ -130,8 +130,8 @@ def _stream_reason(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) 
 
 
 def fits_twice(cfg: DenseGemmConfig) -> bool:
-    """Whether two programs of the Gluon kernel are meant to share an SM: 112 KiB each, and tiles that leave 96 registers a thread enough."""
-    small = cfg.block_m <= 32 or (cfg.block_m, cfg.block_n) == (64, 64)
+    """Whether two programs of the Gluon kernel are meant to share an SM: 112 KiB each, and tiles for which 96 registers a thread are enough."""
+    small = cfg.block_m * cfg.block_n <= 2048
     ring = shared_bytes(cfg, DenseGemmProblem(cfg.block_m, 1, cfg.block_n, 128, "fp8_block"))
     return small and ring <= 112 * 1024
 
@@ -250,7 +250,7 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
     """Rough time of the Gluon kernel and its second launch, to compare configs with one another.
 
     The slowest of four bounds, and what a cut tile costs. The constants were fitted to 533 configs of 27 problems (H200, Triton 3.6, 2026-11-30,
-    results/nvidia_h200/dense_sweep.json): the choice is 1% above the best on the geometric mean, 7% at worst.
+    results/nvidia_h200/dense_sweep.json). Of the 439 that are still configs the choice is 1% above the best on the geometric mean, 7% at worst.
     """
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
     cut = most_parts(cfg, problem.n, problem.k) > 1

@@ -19,7 +19,7 @@ def _triton_plan(p: Problem, where: Where) -> str:
     fused = p.unquantized and quantizes_inside(p.rows, p.n)
     if p.pinned:
         return "Triton kernel, the config given"
-    config = heuristic(DenseGemmProblem(p.rows, 1, p.n, p.k, p.fmt, fused), where.arch)
+    config = heuristic(DenseGemmProblem(p.rows, 1, p.n, p.k, p.fmt, fused, True), where.arch)
     kernel = "Gluon kernel whose programs share K" if config.programs else "Triton kernel"
     return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}"
 

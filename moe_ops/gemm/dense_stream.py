@@ -71,7 +71,7 @@ def _producer(
             _ask(w_desc, s, bar, w_bufs.index(slot), KB, W, T)
         kb = s % KB
         tma_load(a_desc, [0, kb * 128], bar, a_bufs.index(slot))
-        cp_async(sa_bufs.index(slot), sa + kb * stride_sak)
+        cp_async(sa_bufs.index(slot), sa + kb.to(gl.int64) * stride_sak)
         # a scale for each 64 weight rows
         scale_row = gl.minimum((s // KB * W + word * 64) // 128, (N + 127) // 128 - 1)
         cp_async(sw_bufs.index(slot), sw_ptr + scale_row.to(gl.int64) * KB + kb)
@@ -273,7 +273,9 @@ def launch_dense_stream(
     (rows, k), n = a.shape, w.shape[0]
     tile_w, tile_t = cfg.block_n, cfg.block_m
     stride_rm = 0 if residual is None else residual.stride(0)
-    a_desc, w_desc = (TensorDescriptor.from_tensor(as_e4m3(t), [box, 128], _BOX) for t, box in ((a, tile_t), (w, tile_w)))
+    # the distance of a single row can be anything
+    a_desc = TensorDescriptor(as_e4m3(a), [rows, k], [a.stride(0) if rows > 1 else k, 1], [tile_t, 128], _BOX)
+    w_desc = TensorDescriptor(as_e4m3(w), [n, k], [k, 1], [tile_w, 128], _BOX)
     small = fits_twice(cfg)
     launch(
         op, _dense_stream_kernel, (cfg.programs,),

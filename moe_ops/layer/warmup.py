@@ -86,7 +86,9 @@ def dense_counts(weight: "QTensor | torch.Tensor", max_tokens: int) -> list[int]
     arch, fmt = arch_of(weight.device), weight.scheme if isinstance(weight, QTensor) else "plain"
 
     def choice(tokens: int) -> tuple[Any, ...]:
-        kinds = (DenseGemmProblem(tokens, heads, n, k, fmt, fused) for fused in ((False,) if fmt == "plain" else (False, True)))
+        kinds = (
+            DenseGemmProblem(tokens, heads, n, k, fmt, fused, len(weight.shape) == 2) for fused in ((False,) if fmt == "plain" else (False, True))
+        )
         return (*(heuristic(p, arch) for p in kinds), quantizes_inside(tokens, n))
 
     return sorted({*_changes(choice, max_tokens), *_grid(max_tokens)})

@@ -4,12 +4,12 @@ import torch
 
 from moe_ops.core.arch import arch_of
 from moe_ops.gemm.grouped import _grouped_gemm_triton
-from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic
+from moe_ops.gemm.grouped_config import GroupedGemmConfig, GroupedGemmProblem, heuristic
 
 E, N, K = 4, 256, 512
 
 
-def _call(fmt: str, rows: int, masked: bool = False, k: int = K, pinned: bool = False):
+def _call(fmt: str, rows: int, masked: bool = False, k: int = K, pinned: bool = False, config: GroupedGemmConfig | None = None):
     def call():
         shape = (E, rows // E, k) if masked else (rows // 2, k)
         if fmt == "plain":
@@ -23,8 +23,10 @@ def _call(fmt: str, rows: int, masked: bool = False, k: int = K, pinned: bool = 
         offsets = torch.zeros(E if masked else E + 1, dtype=torch.int32)
         order = None if masked else torch.zeros(rows, dtype=torch.int32)
         bias = None if masked else torch.zeros((E, N))
-        config = heuristic(GroupedGemmProblem(rows, E, N, k, fmt), arch_of(a.device)).ints() if pinned else None
-        _grouped_gemm_triton(a, sa, w, sw, bias, offsets, order, 2, fmt, 1, torch.float32 if masked else torch.bfloat16, config)
+        chosen = heuristic(GroupedGemmProblem(rows, E, N, k, fmt), arch_of(a.device)) if pinned else config
+        _grouped_gemm_triton(
+            a, sa, w, sw, bias, offsets, order, 2, fmt, 1, torch.float32 if masked else torch.bfloat16, None if chosen is None else chosen.ints()
+        )
 
     return call
 
@@ -33,7 +35,15 @@ COMPILE_CASES = [
     (f"grouped {fmt} rows={rows} {'masked' if masked else 'gather'} K={k}", _call(fmt, rows, masked, k))
     for fmt in ("fp8_block", "mxfp8", "plain")
     for rows, masked, k in ((8, False, K), (128, True, K), (4000, False, K), (2000, False, 576))
-] + [(f"grouped fp8_block rows={rows} plain Triton", _call("fp8_block", rows, pinned=True)) for rows in (8, 4000)]
+]
+COMPILE_CASES += [(f"grouped fp8_block rows={rows} plain Triton", _call("fp8_block", rows, pinned=True)) for rows in (8, 4000)]
+#: what a router's product takes on Hopper
+FEW_TILES = [GroupedGemmConfig(16, 64, 256, 4, 3, 3, True), GroupedGemmConfig(32, 64, 256, 4, 4, 3, True)]
+COMPILE_CASES += [
+    (f"grouped plain few tiles of {c.block_m} rows, K={k}, masked={m}", _call("plain", 128, m, k, config=c), (90, 100))
+    for c in FEW_TILES
+    for k, m in ((K, True), (200, False), (2888, True))
+]
 EXPECT = {
     "_grouped_gemm_stream_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n16k32\.f32\.e4m3\.e4m3", r"setmaxnreg", r"griddepcontrol\.wait"]},
     "_grouped_gemm_kernel": {

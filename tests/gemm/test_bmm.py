@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_ops import bmm, quantize, quantize_weight
+from moe_ops import bmm, explain, quantize, quantize_weight
 from moe_ops.core.arch import arch_of_capability
 from moe_ops.core.formats import as_bytes
 from moe_ops.core.numerics import relative_error, uneven
@@ -181,6 +181,7 @@ def _w(h=2, n=64, k=128, fmt="fp8_block"):
         (lambda: bmm(_x(), _w(), out_dtype=torch.int8), ValueError, "out_dtype must be one of"),
         (lambda: bmm(_x(), _w(), config=3), TypeError, "config must be a DenseGemmConfig, got int"),
         (lambda: bmm(_x(), _w(), config=DenseGemmConfig(16, 256, 128, 4, 2, 1, True)), ValueError, "block_n must be between 16 and 128"),
+        (lambda: bmm(_x(h=1), _w(h=1), config=DenseGemmConfig(16, 64, 128, 4, 2, 1, True, 1)), ValueError, "programs must be 0"),
         (lambda: bmm(_x(), _w(), impl="cuda"), ValueError, "impl must be one of"),
         (lambda: bmm(_x().requires_grad_(), _w()), ValueError, "a requires grad"),
     ],
@@ -188,6 +189,17 @@ def _w(h=2, n=64, k=128, fmt="fp8_block"):
 def test_bad_input_is_named(wrong, error, text):
     with pytest.raises(error, match=f"bmm: .*{text}"):
         wrong()
+
+
+def test_one_head_takes_no_config_of_the_kernel_with_programs():
+    """One head is one product, and yet not `dense_gemm`'s: its launcher has the plain kernel alone."""
+    arch = arch_of_capability(90)
+    for n in (576, 17024, 24576):
+        for tokens in (1, 16, 65, 128):
+            assert heuristic(DenseGemmProblem(tokens, 1, n, 512, "fp8_block"), arch).programs == 0
+            assert heuristic(DenseGemmProblem(tokens, 1, n, 512, "fp8_block", aligned=True), arch).programs > 0
+            plan = explain("bmm", rows=tokens, n=n, k=512, groups=1, device="sm90")["triton"].plan
+            assert "programs=0" in plan
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])

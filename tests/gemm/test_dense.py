@@ -11,7 +11,7 @@ from moe_ops.core.arch import arch_of_capability
 from moe_ops.core.formats import as_bytes
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.dense import _dense_gemm_triton, dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, search_space, shared_bytes
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, quantizes_inside, search_space, shared_bytes
 from moe_ops.quant.fold import fold_weight
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 5e-4}
@@ -288,9 +288,10 @@ def test_heuristic_fills_the_machine_at_few_rows():
     """Few columns and a long K: one program a column tile would leave most multiprocessors idle."""
     arch = arch_of_capability(90)
     for n, k in LINEARS[:-1]:
-        cfg = heuristic(DenseGemmProblem(1, 1, n, k, "fp8_block", True), arch)
+        one, some, most = (DenseGemmProblem(rows, 1, n, k, "fp8_block", quantizes_inside(rows, n)) for rows in (1, 13, 16))
+        cfg = heuristic(one, arch)
         assert -(-n // cfg.block_n) * cfg.split >= arch.sms, (n, k, cfg)
-        assert heuristic(DenseGemmProblem(13, 1, n, k, "fp8_block", True), arch) == heuristic(DenseGemmProblem(16, 1, n, k, "fp8_block", True), arch)
+        assert heuristic(some, arch) == heuristic(most, arch)
 
 
 def test_search_space_is_legal_and_not_empty():

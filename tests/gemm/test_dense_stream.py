@@ -11,7 +11,7 @@ from moe_ops.gemm.dense_kernel import add_parts
 
 HOPPER = replace(arch_of_capability(90), sms=132)
 GOOD = DenseGemmConfig(64, 128, 128, 4, 6, 1, False, 7)
-PROBLEM = DenseGemmProblem(40, 1, 576, 1024, "fp8_block")
+PROBLEM = DenseGemmProblem(40, 1, 576, 1024, "fp8_block", aligned=True)
 
 
 def shares(n, k, cfg):
@@ -82,7 +82,7 @@ def test_legality(change, problem, reason):
 def test_choice(n, k):
     """Legal for every number of rows, the same for all of an octave, and never more programs than two an SM."""
     for rows in (1, 3, 16, 17, 40, 64, 65, 128, 129, 4000):
-        problem = DenseGemmProblem(rows, 1, n, k, "fp8_block")
+        problem = DenseGemmProblem(rows, 1, n, k, "fp8_block", aligned=True)
         cfg = heuristic(problem, HOPPER)
         assert is_legal(cfg, problem, HOPPER) is None
         assert (cfg.programs > 0) == (rows <= 128) and cfg.programs <= 2 * 132

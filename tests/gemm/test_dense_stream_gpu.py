@@ -41,7 +41,7 @@ def test_every_tile_and_cut(tile, programs):
     """SPLITK, TAIL: whole tiles, halves, tiles among many programs; N off the tile, K off the block; bias and residual once."""
     for m, n, k in ((tile[0] - 3, 576, 640), (1, 200, 400), (tile[0], 512, 1536)):
         cfg = config(tile, programs)
-        if is_legal(cfg, DenseGemmProblem(m, 1, n, k, "fp8_block"), arch_of(torch.device("cuda"))) is not None:
+        if is_legal(cfg, DenseGemmProblem(m, 1, n, k, "fp8_block", aligned=True), arch_of(torch.device("cuda"))) is not None:
             continue
         args, bias, residual = operands(m, n, k), torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
         out = run(args, cfg, bias, residual)
@@ -127,6 +127,13 @@ def test_unaligned_rows_take_the_other_kernel():
     off = torch.empty(20, 512 + 8, dtype=torch.uint8, device="cuda")[:, 8:]
     off.copy_(args[0])
     out = torch.full((20, 256), float("nan"), device="cuda")
+    same = args[0][:1].expand(20, 512)  # every row the same one
+    dense_gemm_into(same, args[1][:1].expand(20, 4), *args[2:], None, None, "fp8_block", "given", out)
+    assert relative_error(out, dense_gemm_ref(same, args[1][:1].expand(20, 4), *args[2:], None, None, "fp8_block", "given", torch.float32)) <= 5e-4
+    one = torch.randint(0, 0x70, (5, 520), dtype=torch.uint8, device="cuda")[:1, :512]  # a single weight row, its distance to the next off 16
+    lone = torch.full((20, 1), float("nan"), device="cuda")
+    dense_gemm_into(*args[:2], one, args[3][:1], None, None, "fp8_block", "given", lone)
+    assert relative_error(lone, dense_gemm_ref(*args[:2], one, args[3][:1], None, None, "fp8_block", "given", torch.float32)) <= 5e-4
     dense_gemm_into(off, *args[1:], None, None, "fp8_block", "given", out)
     assert relative_error(out, dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)) <= 5e-4
     with pytest.raises(ValueError, match="16-byte boundaries"):

@@ -36,6 +36,24 @@ def check(out, ref, filled, dtype):
     assert error <= BOUND[dtype], error
 
 
+@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("k", [64, 200, 512])
+def test_long_steps_of_16_bit_operands(device, block_m, k):
+    """The tile of a router's product on Hopper: 256 of K a step, whatever K is; packed by row index, and masked."""
+    config = GroupedGemmConfig(block_m, 64, 256, 4, 3, 3, True)
+    n, counts = 80, torch.tensor([3, 0, 40], dtype=torch.int32)
+    w = uneven((3, n, k), seed=2).to(device)
+    masked = (uneven((3, 40, k), seed=1).to(device), None, w, None, None, counts.to(device), None, 1, "plain", 1, torch.float32)
+    out, ref = _grouped_gemm_triton(*masked, config.ints()), grouped_gemm_ref(*masked)
+    for e, filled in enumerate(counts.tolist()):
+        assert filled == 0 or relative_error(out[e, :filled], ref[e, :filled]) <= BOUND[torch.float32]
+        assert torch.isnan(out[e, filled:]).all()
+    order = torch.tensor([5, 1, 0, *range(2, 42)], dtype=torch.int32, device=device)
+    offsets = torch.tensor([0, 3, 3, 43], dtype=torch.int32, device=device)
+    packed = (uneven((21, k), seed=1).to(device), None, w, None, None, offsets, order, 2, "plain", 1, torch.float32)
+    check(_grouped_gemm_triton(*packed, config.ints()), grouped_gemm_ref(*packed), slice(0, 43), torch.float32)
+
+
 CASES = [
     # (id, counts, N, K, segments)
     ("one row a expert", [1, 1, 1], 128, 256, 1),
