@@ -36,7 +36,7 @@ class AbsorbedAttention(nn.Module):
         kv_b = old.kv_b_proj.weight.detach()
         self.k_b, self.v_b = absorbed_kv_b(kv_b if fmt is None else quantize_weight(kv_b, fmt), self.nope, self.v)  # as a checkpoint stores it
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache=None, **kwargs):
         batch, t, _ = hidden_states.shape
         assert batch == 1
         if self.both is None:
@@ -48,8 +48,9 @@ class AbsorbedAttention(nn.Module):
         latent, k_rot = self.kv_a_layernorm(latent).view(1, 1, t, self.rank), k_rot.view(1, 1, t, self.rope)
         rotate = deepseek.apply_rotary_pos_emb_interleave if self.interleaved else deepseek.apply_rotary_pos_emb
         q_rot, k_rot = rotate(q[None, ..., self.nope :].transpose(1, 2), k_rot, *position_embeddings)
-        if past_key_values is not None:
-            latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
+        cache = past_key_values if cache is None else cache  # Transformers 5.24 renamed the argument
+        if cache is not None:
+            latent, k_rot = cache.update(latent, k_rot, self.layer_idx)
         latent, k_rot = latent[0, 0].float(), k_rot[0, 0].float()
         scores = torch.einsum("thr,sr->hts", bmm(q[..., : self.nope], self.k_b, out_dtype=torch.float32), latent)
         scores = (scores + q_rot[0].float() @ k_rot.T) * self.scaling
