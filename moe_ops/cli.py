@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
 
 from moe_ops import __version__
@@ -18,11 +19,22 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
+    """Run one command and return its exit status: 141 where the reader of its output left, as `head` does.
 
     Args:
         argv: arguments, default `sys.argv[1:]`.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # here, where an error can still be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere when the process ends
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="moe-ops", description="Quantized Mixture-of-Experts ops for torch.")
     parser.add_argument("--version", action="version", version=f"moe-ops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

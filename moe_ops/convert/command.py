@@ -1,6 +1,6 @@
 """The commands `moe-ops convert`, `verify` and `inspect`: data on stdout, progress and errors on stderr.
 
-Exit status: 0 good, 1 an error or a bad result, 2 wrong usage, 130 interrupted.
+Exit status: 0 good, 1 an error or a bad result, 2 wrong usage (what the arguments alone show to be wrong), 130 interrupted.
 """
 
 import argparse
@@ -8,15 +8,37 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from moe_ops.convert.families import Patterns
 from moe_ops.convert.source import ConvertError
-from moe_ops.convert.types import LAYOUTS
+from moe_ops.convert.types import LAYOUTS, Options
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"moe-ops {command}", description=description)
-    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in JSON too, where they ask for it."""
+
+    json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.json:
+            _print_failure(f"{self.prog.removeprefix('moe-ops ')}: {message}")
+        super().error(message)
+
+    def device(self, name: str) -> None:
+        """Refuse a device that is none; one that is not there is no wrong usage."""
+        if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
+            self.error(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+
+
+def _print_failure(message: str) -> None:
+    print(json.dumps({"ok": False, "message": message}))
+
+
+def _parser(command: str, description: str, argv: Sequence[str] | None) -> _Parser:
+    parser = _Parser(prog=f"moe-ops {command}", description=description)
+    parser.json = "--json" in (sys.argv[1:] if argv is None else argv)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines; its `ok` says whether all is good")
     return parser
 
 
@@ -28,19 +50,19 @@ def _run(command: str, args: argparse.Namespace, work: Callable[[], tuple[dict[s
         # whoever asks for `verify` has no `convert` that failed
         message = f"{command}: {re.sub('^(convert|verify): ', '', str(error))}"
         if args.json:
-            print(json.dumps({"ok": False, "message": message}))
+            _print_failure(message)
         print(f"moe-ops: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"moe-ops: {command}: interrupted{'; the same command goes on from here' if command == 'convert' else ''}", file=sys.stderr)
         return 130
-    print(json.dumps(content, indent=1) if args.json else text)
+    print(json.dumps({"ok": good, **content}, indent=1) if args.json else text)
     return 0 if good else 1
 
 
 def convert_main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-ops convert` and return its exit status."""
-    parser = _parser("convert", "Convert a checkpoint to MXFP8 or FP8 blocks, in bounded memory; a run that was killed goes on where it was.")
+    parser = _parser("convert", "Convert a checkpoint to MXFP8 or FP8 blocks, in bounded memory; a run that was killed goes on where it was.", argv)
     parser.add_argument("src", help="Hugging Face folder, safetensors file, or hub id")
     parser.add_argument("dst", help="folder of the result: new, empty, or left by an interrupted run of the same command")
     parser.add_argument("--format", choices=("mxfp8", "fp8_block"), default="mxfp8", help="default mxfp8")
@@ -58,6 +80,13 @@ def convert_main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.threads is not None and args.threads < 1:
         parser.error(f"--threads must be at least 1, got {args.threads}")
+    parser.device(args.device)
+    try:
+        options = Options(args.format, args.layout, args.rounding, args.stochastic, args.include, args.exclude, args.only, args.device)
+        for what in ("include", "exclude"):
+            Patterns(what, getattr(options, what))
+    except (ValueError, TypeError) as error:
+        parser.error(str(error).removeprefix("convert: "))
 
     def work() -> tuple[dict[str, Any], str, bool]:
         from moe_ops.convert.conversion import convert
@@ -84,11 +113,12 @@ def convert_main(argv: Sequence[str] | None = None) -> int:
 
 def verify_main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-ops verify` and return its exit status."""
-    parser = _parser("verify", "Check a quantized checkpoint, every byte of it; with --against, convert the source again and compare.")
+    parser = _parser("verify", "Check a quantized checkpoint, every byte of it; with --against, convert the source again and compare.", argv)
     parser.add_argument("dst", help="folder of the result")
     parser.add_argument("--against", metavar="SRC", help="the source that it was made from")
     parser.add_argument("--device", default="cpu", help="where the source is converted again")
     args = parser.parse_args(argv)
+    parser.device(args.device)
 
     def work() -> tuple[dict[str, Any], str, bool]:
         from moe_ops.convert.verification import verify
@@ -101,7 +131,7 @@ def verify_main(argv: Sequence[str] | None = None) -> int:
 
 def inspect_main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-ops inspect` and return its exit status."""
-    parser = _parser("inspect", "Describe a checkpoint from its headers: dialect, sizes, and every kind of tensor.")
+    parser = _parser("inspect", "Describe a checkpoint from its headers: dialect, sizes, and every kind of tensor.", argv)
     parser.add_argument("path", help="Hugging Face folder, safetensors file, or hub id")
     args = parser.parse_args(argv)
 

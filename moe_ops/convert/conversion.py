@@ -151,7 +151,7 @@ def _already_there(destination: Path, made: dict[str, Any], files: Sequence[OutF
         raise ConvertError(
             f"convert: {destination / changed[0]} is missing or not what {MANIFEST} says; put it back, or remove {destination} and run again"
         )
-    report.complete = True
+    report.already_complete = True
 
 
 def _check_space(source: Checkpoint, destination: Path, files: Sequence[OutFile], done: dict[str, Any]) -> None:

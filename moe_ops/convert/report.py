@@ -87,7 +87,7 @@ class Report:
         dry_run: nothing was written.
         resumed: files that an earlier run had finished.
         bytes_done: bytes of the source that this run converted.
-        complete: the result was already there, and was verified.
+        already_complete: the result was there before this run, which verified it and wrote nothing.
         seconds: how long this run took.
         cpu_seconds: of all cores together.
     """
@@ -103,7 +103,7 @@ class Report:
     dry_run: bool = False
     resumed: tuple[str, ...] = ()
     bytes_done: int = 0
-    complete: bool = False
+    already_complete: bool = False
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
@@ -147,7 +147,7 @@ class Report:
             "source": self.source,
             "destination": self.destination,
             "dry_run": self.dry_run,
-            "complete": self.complete,
+            "already_complete": self.already_complete,
             "options": {**describe_options(self.options), "device": self.options.device},
             "family": self.plan.family,
             "source_dialect": self.plan.dialect.name,
@@ -181,7 +181,7 @@ class Report:
         """A summary for people."""
         counts = self.counts()
         lines = [f"{self.source} -> {self.destination}: {self.options.format}, rounding {self.options.rule}, layout {self.options.layout}"]
-        if self.complete:
+        if self.already_complete:
             lines.append("already complete; every byte of it was verified")
             lines.append("of the source, headers, config and 4 KiB of each tensor were compared (everything: verify --against)")
         parts = [f"{n} {kind}" for kind, n in counts.items() if n]

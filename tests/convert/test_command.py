@@ -32,15 +32,18 @@ def test_json_is_all_there_is_on_stdout(pristine, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert main(["convert", str(pristine), out, "--dry-run", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True and report["already_complete"] is False
     assert report["dry_run"] and report["tensors"]["quantized"] == 26 and not os.path.exists(out)
     assert report["kept"]["model.layers.0.mlp.gate.weight"].endswith("router")
     assert main(["convert", str(pristine), out, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["errors"]) == 26 and report["error"]["cosine"] > 0.999
     assert main(["verify", out, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["hashed"] == 59
+    found = json.loads(capsys.readouterr().out)
+    assert found["hashed"] == 59 and found["ok"] is True
     assert main(["inspect", out, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["dialect"] == "mxfp8"
+    found = json.loads(capsys.readouterr().out)
+    assert found["dialect"] == "mxfp8" and found["ok"] is True
 
 
 def test_errors_go_to_stderr_and_set_the_status(pristine, tmp_path, capsys):
@@ -48,7 +51,6 @@ def test_errors_go_to_stderr_and_set_the_status(pristine, tmp_path, capsys):
     for argv, text in (
         (["convert", str(tmp_path / "none"), out], "does not exist"),
         (["convert", str(pristine), str(pristine)], "must lie outside"),
-        (["convert", str(pristine), out, "--rounding", "pow2"], "rounding must be one of"),
         (["convert", str(pristine), out, "--include", "re:nothing"], "nothing"),
         (["verify", str(tmp_path / "none")], "no folder"),
         (["inspect", str(tmp_path)], "no *.safetensors"),
@@ -65,6 +67,35 @@ def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2 and "usage: moe-ops" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    (
+        (["convert", "a", "b", "--rounding", "pow2"], "rounding must be one of rceil, floor, even for mxfp8, got 'pow2'"),
+        (["convert", "a", "b", "--device", "tpu"], "--device must be cpu, cuda or cuda:N, got 'tpu'"),
+        (["verify", "a", "--device", "cuda:x"], "--device must be cpu, cuda or cuda:N, got 'cuda:x'"),
+        (["convert", "a", "b", "--exclude", "re:("], "--exclude 're:(' is no regular expression"),
+    ),
+)
+def test_arguments_that_are_wrong_whatever_the_source_are_wrong_usage_in_json_too(argv, text, capsys):
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as end:
+            main([*argv, *more])
+        printed = capsys.readouterr()
+        assert end.value.code == 2 and "usage: moe-ops" in printed.err and text in printed.err and bool(printed.out) == bool(more)
+    message = json.loads(printed.out)
+    assert message["ok"] is False and message["message"].startswith(f"{argv[0]}: ") and text in message["message"]
+
+
+@pytest.mark.parametrize("argv", (["inspect", "{src}", "--json"], ["convert", "--help"], ["--help"]), ids=" ".join)
+def test_a_reader_that_leaves_is_no_traceback(argv, pristine):
+    command = [sys.executable, "-m", "moe_ops", *(a.format(src=pristine) for a in argv)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2])
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    assert run.stderr.read() == "" and run.wait(timeout=120) in (141, 141 if "--json" in argv else 0)  # argparse itself may swallow it
+    run.stderr.close()
 
 
 def test_a_bad_result_sets_the_status(pristine, tmp_path, capsys):

@@ -135,7 +135,7 @@ def test_WHOLE_other_weights_under_equal_headers_are_no_complete_result(source, 
     out = tmp_path / "out"
     convert(source, out)
     os.utime(source / SHARDS[1])
-    assert convert(source, out).complete  # a copy, or a fresh download
+    assert convert(source, out).already_complete  # a copy, or a fresh download
     with open(source / SHARDS[1], "r+b") as f:  # one tensor of another value
         found = read_source(source).tensors["model.layers.1.self_attn.v_proj.weight"]
         f.seek(found.begin)
@@ -152,7 +152,7 @@ def test_complete_result_is_verified_and_left_alone(pristine, tmp_path, content)
     before = content(tmp_path / "out")
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     report = convert(pristine, tmp_path / "out")
-    assert report.complete and content(tmp_path / "out") == before
+    assert report.already_complete and content(tmp_path / "out") == before
     assert "already complete" in report.text() and "everything: verify --against" in report.text()
     assert stamps == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     with open(tmp_path / "out" / SHARDS[1], "r+b") as f:
@@ -301,7 +301,7 @@ def test_killed_while_the_journal_is_removed(pristine, tmp_path, whole, content)
         convert(pristine, out, format="fp8_block")
     assert {k: v for k, v in content(out).items() if not k.startswith(STATE)} == whole
     stamps = {p: p.stat().st_mtime_ns for p in out.iterdir() if p.is_file()}
-    assert convert(pristine, out).complete and content(out) == whole
+    assert convert(pristine, out).already_complete and content(out) == whole
     assert stamps == {p: p.stat().st_mtime_ns for p in out.iterdir() if p.is_file()}
 
 
