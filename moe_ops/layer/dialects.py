@@ -16,7 +16,8 @@ N/128 and K/128 round up. `quantization_config` gives the config keys of each an
 alone; a tensor that contradicts it is an error that names the tensor.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,18 @@ def quantization_config(dialect: str, skipped: tuple[str, ...] = ()) -> dict[str
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     form = "mxfp8-quantized" if dialect.startswith("mxfp8") else "float-quantized"
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": skip}
+
+
+@contextlib.contextmanager
+def errors_of(op: str) -> Iterator[None]:
+    """Errors about a checkpoint begin with the name of the function that was asked to read it."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        text = error.args[0] if error.args else None
+        if isinstance(text, str) and text.startswith("checkpoint: "):
+            error.args = (f"{op}: {text.removeprefix('checkpoint: ')}", *error.args[1:])
+        raise
 
 
 def _refuse(reason: str) -> ValueError:

@@ -10,7 +10,7 @@ from moe_ops.core import checks
 from moe_ops.core.formats import FP8_BLOCK, MXFP8, Format, QTensor, get_format
 from moe_ops.gemm.dense import dense_gemm, dense_gemm_workspace
 from moe_ops.layer.arguments import check_scales
-from moe_ops.layer.dialects import detect, quantization_config, read_weight
+from moe_ops.layer.dialects import detect, errors_of, quantization_config, read_weight
 from moe_ops.layer.folding import capturing, prepare_at, state_of, wants_folding
 from moe_ops.layer.holders import Exact, _frozen
 from moe_ops.layer.load import Weight
@@ -103,7 +103,8 @@ class Linear(Exact):
         own = sd[f"{prefix}weight_scale_inv"] if f"{prefix}weight_scale_inv" in sd else None
         if declared is None and own is not None and own.dtype in (torch.uint8, torch.float32):
             declared = quantization_config("mxfp8" if own.dtype == torch.uint8 else "fp8_block")
-        weight = read_weight(sd, f"{prefix}weight", detect(declared))
+        with errors_of("Linear.from_state_dict"):
+            weight = read_weight(sd, f"{prefix}weight", detect(declared))
         bias = sd[f"{prefix}bias"] if f"{prefix}bias" in sd else None
         if device is not None:
             weight, bias = weight.to(device), None if bias is None else bias.to(device)

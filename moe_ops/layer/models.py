@@ -4,7 +4,7 @@ One row per `model_type`; the values that vary inside a family come from config.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_ops.quant.activation import Activation
@@ -29,6 +29,19 @@ class RoutingOptions:
     topk_group: int = 1
     renormalize: bool = False
     scale: float = 1.0
+
+
+def routing_options(op: str, top_k: int, given: Mapping[str, Any]) -> RoutingOptions:
+    """`RoutingOptions` of what a caller of `op` gave by name.
+
+    Raises:
+        TypeError: a name that is no field, under the name of `op`.
+    """
+    names = [f.name for f in fields(RoutingOptions)]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise TypeError(f"{op}: unknown argument {unknown[0]!r}; the routing options are {', '.join(names)}")
+    return RoutingOptions(top_k, **given)
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,7 @@ def model_moe(config: Any, **overrides: Any) -> ModelMoE:
         overrides: fields of `RoutingOptions` that win over the config.
 
     Raises:
+        TypeError: an override that is no field.
         ValueError: a `model_type` without a row in `FAMILIES`, an activation that has no `Activation`, or a missing number of experts.
     """
     kind = _get(config, "model_type")
@@ -135,7 +149,8 @@ def model_moe(config: Any, **overrides: Any) -> ModelMoE:
     quantization = _get(config, "quantization_config")
     if quantization is not None and not isinstance(quantization, Mapping):
         quantization = quantization.to_dict()
-    return ModelMoE(family, RoutingOptions(top_k, **(options | overrides)), family.act or _activation(config), experts, quantization)
+    routing = routing_options("MoELayer.from_state_dict", top_k, options | overrides)
+    return ModelMoE(family, routing, family.act or _activation(config), experts, quantization)
 
 
 def _activation(config: Any) -> Activation:

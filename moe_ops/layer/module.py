@@ -15,12 +15,13 @@ from moe_ops.core import checks
 from moe_ops.core.formats import Format, QTensor
 from moe_ops.gemm.grouped import grouped_gemm
 from moe_ops.layer.arguments import check_layer, check_local
+from moe_ops.layer.dialects import errors_of
 from moe_ops.layer.folding import prepare_at
 from moe_ops.layer.from_checkpoint import read_layer
 from moe_ops.layer.fused import Workspace, fused_moe, make_workspace
 from moe_ops.layer.holders import Experts, Gate
 from moe_ops.layer.load import ExpertWeights, in_format
-from moe_ops.layer.models import RoutingOptions, model_moe
+from moe_ops.layer.models import RoutingOptions, model_moe, routing_options
 from moe_ops.quant.activation import Activation
 from moe_ops.router.route import route
 from moe_ops.router.routing import Routing, check_num_valid
@@ -133,7 +134,7 @@ class MoELayer(Experts):
         if shared_w13 is not None and shared_w2 is not None:
             shared = in_format(ExpertWeights(shared_w13[None], shared_w2[None]), format, "shared expert")
         experts = in_format(ExpertWeights(w13, w2, b13, b2), format, "w13")
-        options = RoutingOptions(top_k, **routing)
+        options = routing_options("MoELayer.from_weights", top_k, routing)
         return cls(
             gate, experts, options, act=act, gate_bias=gate_bias, correction_bias=correction_bias, local=local, shared=shared, shared_gate=shared_gate
         )
@@ -168,7 +169,7 @@ class MoELayer(Experts):
         return cls(
             gate,
             ExpertWeights(w13, w2, b13, b2),
-            RoutingOptions(top_k, **routing),
+            routing_options("MoELayer.from_quantized", top_k, routing),
             act=act,
             gate_bias=gate_bias,
             correction_bias=correction_bias,
@@ -206,7 +207,9 @@ class MoELayer(Experts):
         """
         model = model_moe(config, **routing)
         check_local(local, model.num_experts)  # before anything large is read
-        return cls(**read_layer(sd, prefix, model, format, local, device))
+        with errors_of("MoELayer.from_state_dict"):
+            arguments = read_layer(sd, prefix, model, format, local, device)
+        return cls(**arguments)
 
     # ---- running it
 

@@ -162,6 +162,11 @@ def test_arguments_that_do_not_fit_are_refused_at_construction():
     ):
         with pytest.raises(error, match=f"MoELayer: {text}"):
             MoELayer.from_state_dict(sd, "", config, **kw)
+    for make, name in ((MoELayer.from_weights, "from_weights"), (MoELayer.from_quantized, "from_quantized")):
+        with pytest.raises(TypeError, match=rf"^MoELayer\.{name}: unknown argument 'foo'; the routing options are top_k, score, n_group, "):
+            make(randn(E, H), *parts(None if name == "from_weights" else "mxfp8"), top_k=1, foo=1)
+    with pytest.raises(TypeError, match=r"^MoELayer\.from_state_dict: unknown argument 'foo'"):
+        MoELayer.from_state_dict({}, "", {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}, foo=1)
     with pytest.raises(TypeError, match="MoELayer: routing must be RoutingOptions, got dict"):
         MoELayer(gate, ExpertWeights(w13, w2), {"top_k": 1})
 

@@ -78,6 +78,8 @@ def test_checkpoint_dialects(dialect):
     # a module that the checkpoint left in 16 bit, quantized on loading
     assert Linear.from_state_dict(sd, "a.other.", {"quantization_config": quantization_config(dialect)}).format is None
     assert torch.equal(Linear.from_state_dict({"b.weight": w}, "b.", format=fmt)(x), layer(x))
+    with pytest.raises(KeyError, match=r"Linear\.from_state_dict: tensor 'c\.weight' is missing"):
+        Linear.from_state_dict(sd, "c.")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
