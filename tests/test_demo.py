@@ -18,6 +18,7 @@ def test_all_families_hold_the_bounds(capsys, tmp_path):
     record = json.loads(file.read_text())
     assert [(r["model"], r["format"]) for r in record["models"]] == [(f, q) for f in FAMILIES for q in ("bf16", "bf16", "fp8_block", "mxfp8")]
     assert record["layers"] == [] and "all bounds hold" in text
+    assert text.count("its layer error compares the reference with itself") == 1
     for row in record["models"]:
         assert row["ok"] and row["logits_error"] <= 0.15 and row["layer_error"] <= 1e-2 and 0 <= row["token_agreement"] <= 1
         assert f"{row['model']:<12} {row['format']:<10}" in text
