@@ -1,10 +1,11 @@
 """Questions about the device, answered once per device and never by synchronising.
 
-`MOE_OPS_ARCH` (for example "90") overrides the compute capability, so that a machine without a GPU can ask what would run elsewhere.
+`MOE_OPS_ARCH` ("90", "sm90" and "sm_90" are one) overrides the compute capability, so that a machine without a GPU can ask what would run elsewhere.
 """
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,12 @@ def arch_of_capability(capability: int, sms: int = 132) -> Arch:
     return Arch(capability, sms, _SMEM.get(capability, 101376), f"sm_{capability}")
 
 
+def parse_arch(text: str) -> int | None:
+    """The compute capability that "90", "sm90", "sm_90" or nvcc's "sm_90a" names; None for any other text."""
+    found = re.fullmatch(r"(?:sm_?)?([1-9][0-9]{1,2})a?", text.strip(), re.IGNORECASE | re.ASCII)
+    return int(found[1]) if found else None
+
+
 @functools.cache
 def _cuda_arch(index: int) -> Arch:
     props = torch.cuda.get_device_properties(index)
@@ -68,7 +75,11 @@ def _cuda_arch(index: int) -> Arch:
 @functools.cache
 def _cpu_arch(override: str | None) -> Arch:
     if override:
-        return arch_of_capability(int(override), INTERPRETER_SMS)
+        capability = parse_arch(override)
+        if capability not in _SMEM:
+            known = ", ".join(map(str, _SMEM))
+            raise ValueError(f"MOE_OPS_ARCH must be a compute capability, one of {known} (or sm90, sm_90 and so on), got {override!r}")
+        return arch_of_capability(capability, INTERPRETER_SMS)
     return Arch(0, INTERPRETER_SMS, 232448, "cpu")
 
 

@@ -4,7 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from moe_ops.core.arch import parse_arch
 from moe_ops.gemm import cutlass_build as build
+
+
+def _arch(text: str) -> str:
+    """The architecture as the libraries are named by it: the instructions of sm90a are what there is for sm90."""
+    name = f"sm{parse_arch(text)}a"
+    return name if name in build.ARCHS else text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "copied there, they serve machines that have neither.",
     )
     parser.add_argument("what", choices=("cutlass",), help="whose kernels")
-    parser.add_argument("--arch", choices=(*build.ARCHS, "all"), default="all", help="architecture (default: all)")
+    parser.add_argument("--arch", type=_arch, choices=(*build.ARCHS, "all"), default="all", help="architecture; sm90 is sm90a (default: all)")
     parser.add_argument("--jobs", type=int, metavar="N", help="kernels to compile at once, at most (default: by cores and memory)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be built, and stop")
     args = parser.parse_args(argv)

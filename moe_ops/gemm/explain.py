@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from moe_ops.core import checks
+from moe_ops.core.arch import parse_arch
 from moe_ops.core.formats import FORMATS
 from moe_ops.gemm.registry import Problem, Where, check_problem, implementations, operations
 
@@ -53,12 +54,18 @@ class Explanation:
         """The answer of the implementation called `name`."""
         return {entry.name: entry for entry in self.entries}[name]
 
+    def _place(self) -> str:
+        arch = self.where.arch
+        if not self.where.cuda and arch.capability:  # MOE_OPS_ARCH: what runs is the CPU's all the same
+            return f"{self.where.device} (with the configs of {arch.name})"
+        return f"{self.where.device} ({arch.name})"
+
     def __str__(self) -> str:
         p = self.problem
         form = "masked rows" if p.masked else "gathered rows" if p.gather else "rows"
         groups = "" if p.groups == 1 else f", {p.groups} groups"
         dtype = str(p.out_dtype).removeprefix("torch.")
-        lines = [f"{p.op} {p.fmt}: {p.rows} {form}{groups}, N = {p.n}, K = {p.k}, to {dtype}; on {self.where.device} ({self.where.arch.name})"]
+        lines = [f"{p.op} {p.fmt}: {p.rows} {form}{groups}, N = {p.n}, K = {p.k}, to {dtype}; on {self._place()}"]
         for entry in self.entries:
             if entry.name == self.chosen:
                 verdict = f"runs (the first that can): {entry.plan}"
@@ -75,9 +82,11 @@ class Explanation:
 def _where(device: torch.device | str | None) -> Where:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(device, str) and device.startswith("sm"):
+    capability = parse_arch(device) if isinstance(device, str) else None
+    if capability is not None and capability in CAPABILITIES:
+        return Where.of_capability(capability)
+    if isinstance(device, str) and (capability is not None or device.startswith("sm")):
         checks.one_of("explain", "device", device, tuple(f"sm{c}" for c in CAPABILITIES))
-        return Where.of_capability(int(device.removeprefix("sm")))
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -122,7 +131,7 @@ def explain(
         out_dtype: dtype of the result.
         dtype: dtype of the operands where format is "plain".
         unquantized: activations are 16-bit and the call quantizes them for a quantized weight ("dense_gemm", "bmm").
-        device: a device of this machine, an architecture as such ("sm90", "sm100", ..), or None for the GPU here, else the CPU.
+        device: a device of this machine, an architecture as such ("sm90", "sm_90" or "90"; "sm100", ..), or None for the GPU here, else the CPU.
 
     Returns:
         Explanation: `print` it for the table; `.chosen`, and `[name]` with `.reason` and `.plan`, for programs.

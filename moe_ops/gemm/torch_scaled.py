@@ -19,7 +19,9 @@ def grouped_mm_reason(p: Problem, where: Where) -> str | None:
         return "torch's grouped MXFP8 product needs SM100 and scales swizzled expert by expert"
     if not hasattr(torch, "_grouped_mm"):
         return "this torch has no _grouped_mm"
-    if not where.cuda or where.arch.capability not in (90, 100, 103):
+    if not where.cuda:
+        return f"torch._grouped_mm takes part for CUDA tensors, got {where.device}"
+    if where.arch.capability not in (90, 100, 103):
         return "torch._grouped_mm has a kernel for SM90 and SM100"
     if p.masked or p.gather:
         return f"torch._grouped_mm reads packed rows, not {'masked' if p.masked else 'gathered'} ones"
@@ -46,7 +48,9 @@ def scaled_mm_reason(p: Problem, where: Where) -> str | None:
     """None when `torch._scaled_mm` computes the dense problem `p` in blocks of 1x128 and 128x128, else why not."""
     if p.fmt != "fp8_block":
         return f"torch._scaled_mm takes part for fp8_block, not for {p.fmt}"
-    if not where.cuda or where.arch.capability != 90:
+    if not where.cuda:
+        return f"torch._scaled_mm needs CUDA tensors for scales of blocks, got {where.device}"
+    if where.arch.capability != 90:
         return "torch._scaled_mm has scales of 1x128 and 128x128 blocks on SM90 alone"
     if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
         return f"torch._scaled_mm has scales of blocks from CUDA 12.9 on, this torch has {torch.version.cuda}"

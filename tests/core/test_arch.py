@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_ops.core import arch
-from moe_ops.core.arch import arch_of, arch_of_capability, unsupported_reason
+from moe_ops.core.arch import arch_of, arch_of_capability, parse_arch, unsupported_reason
 
 
 def test_cpu_has_a_small_grid(monkeypatch):
@@ -17,6 +17,20 @@ def test_override_asks_for_another_architecture(monkeypatch):
     assert a.capability == 100 and a.has_block_scaled_mma and not a.has_wgmma
     monkeypatch.setenv("MOE_OPS_ARCH", "90")
     assert arch_of(torch.device("cpu")).has_wgmma
+
+
+@pytest.mark.parametrize("text", ["90", "sm90", "sm_90", "SM90", "sm_90a", " 90 "])
+def test_an_architecture_has_one_number_however_it_is_written(monkeypatch, text):
+    assert parse_arch(text) == 90
+    monkeypatch.setenv("MOE_OPS_ARCH", text)
+    assert arch_of(torch.device("cpu")).has_wgmma
+
+
+@pytest.mark.parametrize("text", ["abc", "9.0", "sm", "9", "999", "90 100", "-90", "cuda:0"])
+def test_an_override_that_is_no_architecture_is_named(monkeypatch, text):
+    monkeypatch.setenv("MOE_OPS_ARCH", text)
+    with pytest.raises(ValueError, match=rf"MOE_OPS_ARCH must be a compute capability, one of 80, .* \(or sm90, sm_90 and so on\), got '{text}'"):
+        arch_of(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,9 @@ def test_build_makes_what_is_missing_once(nvcc, cache, capsys):
     assert sorted(p.name for p in cache.glob("*.so")) == sorted(i.path.name for i in build.INSTANTIATIONS if i.arch == "sm90a")
     assert len(calls()) == 4 and all("-gencode arch=compute_90a,code=sm_90a" in c and "-cudart static" in c for c in calls())
     assert sorted(c.split("-DMOE_TILE_M=")[1].split()[0] for c in calls()) == ["128", "128", "64", "64"]
-    code, out, err = run("--arch", "sm90a", capsys=capsys)
-    assert code == 0 and out.count("there") == 4 and err == "" and len(calls()) == 4
+    for name in ("sm90a", "sm90", "sm_90", "90"):  # one architecture in every spelling
+        code, out, err = run("--arch", name, capsys=capsys)
+        assert code == 0 and out.count("there") == 4 and err == "" and len(calls()) == 4
     assert not [p for p in cache.iterdir() if p.is_dir()]  # nothing half made stays
 
 
