@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from moe_ops.core.arch import too_old_reason
 from moe_ops.core.formats import ceil_div
 from moe_ops.gemm import cutlass_build as build
 from moe_ops.gemm.cutlass_build import Instantiation, of_kind
@@ -37,16 +38,20 @@ def features(index: int, kind: str) -> str | None:
 def problem_reason(p: Problem, where: Where) -> str | None:
     """None, or why the kernels cannot compute problem `p`, wherever that is."""
     capability, per = where.arch.capability, p.n // p.segments
+    too_old = too_old_reason(where.arch) if where.cuda else None
+    if too_old is not None:
+        return too_old
     if p.fmt == "plain":
         return "16-bit operands stay with Triton and torch"
-    if p.fmt == "mxfp8" and p.op == "dense_gemm" and capability >= 90:
-        return "the CUTLASS kernel for mxfp8 is behind grouped_gemm alone"
-    if p.fmt == "mxfp8" and where.cuda and capability != 100:
-        return f"the CUTLASS kernels for mxfp8 need SM100, {where.arch.name} is SM{capability}; fold the weight (moe_ops.quant.fold) for SM90"
-    if p.fmt == "fp8_block" and where.cuda and capability != 90:
-        return f"the CUTLASS kernels for fp8_block need SM90, {where.arch.name} is SM{capability}"
     if p.op == "bmm":
         return "there is no CUTLASS kernel for heads here"
+    fold = "; fold the weight (moe_ops.quant.fold) and it runs as fp8_block" if capability == 90 else ""
+    if p.fmt == "mxfp8" and p.op == "dense_gemm":
+        return f"the CUTLASS kernel for mxfp8 is behind grouped_gemm alone{fold}"
+    if p.fmt == "mxfp8" and where.cuda and capability != 100:
+        return f"the CUTLASS kernels for mxfp8 need SM100, {where.arch.name} is SM{capability}{fold}"
+    if p.fmt == "fp8_block" and where.cuda and capability != 90:
+        return f"the CUTLASS kernels for fp8_block need SM90, {where.arch.name} is SM{capability}"
     if p.out_dtype != torch.bfloat16:
         return f"the CUTLASS kernels write bfloat16, not {str(p.out_dtype).removeprefix('torch.')}"
     if p.bias:

@@ -239,8 +239,6 @@ def compiler() -> str | None:
 
 def machine_reason(where: Where, forms: tuple[str, ...]) -> str | None:
     """None, or why none of `forms` can run there."""
-    if where.cuda and where.arch.capability not in (90, 100, 103):
-        return f"DeepGEMM has kernels for SM90 and SM100, {where.arch.name} is SM{where.arch.capability}"
     short = lacking()
     if short and compiler() is None:
         short.append("no nvcc (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda), with which it compiles its kernels")
@@ -260,11 +258,14 @@ def problem_reason(p: Problem, where: Where) -> str | None:
     """None, or why its kernels cannot compute problem `p`, wherever that is."""
     if p.fmt == "plain":
         return "16-bit operands stay with Triton and torch"
+    if where.cuda and where.arch.capability not in (90, 100, 103):
+        return f"DeepGEMM has kernels for SM90 and SM100, {where.arch.name} is SM{where.arch.capability}"
+    fold = "; fold the weight (moe_ops.quant.fold) and it runs as fp8_block" if where.arch.capability == 90 else ""
     if p.fmt == "mxfp8" and p.op == "bmm":
-        return "DeepGEMM's product of heads takes fp8_block, not mxfp8; a folded weight runs as fp8_block"
+        return f"DeepGEMM's product of heads takes fp8_block, not mxfp8{fold}"
     if p.fmt == "mxfp8" and where.arch.capability == 90:
-        return "DeepGEMM's MXFP8 needs SM100; fold the weight (moe_ops.quant.fold) and it runs as fp8_block"
-    if p.fmt == "fp8_block" and where.arch.capability >= 100:
+        return f"DeepGEMM's MXFP8 needs SM100{fold}"
+    if p.fmt == "fp8_block" and where.arch.capability in (100, 103):
         return "on SM100 DeepGEMM keeps only the exponent of a scale, and those of fp8_block are no powers of two"
     if p.out_dtype != torch.bfloat16:
         return f"DeepGEMM writes bfloat16, not {str(p.out_dtype).removeprefix('torch.')}"

@@ -28,7 +28,7 @@ def built(monkeypatch):
         (dict(fmt="plain"), 90, "16-bit operands stay with Triton and torch"),
         (dict(fmt="mxfp8"), 90, "the CUTLASS kernels for mxfp8 need SM100, sm_90 is SM90; fold the weight"),
         ({}, 100, "the CUTLASS kernels for fp8_block need SM90, sm_100 is SM100"),
-        (dict(fmt="mxfp8"), 120, "need SM100, sm_120 is SM120"),
+        (dict(fmt="mxfp8"), 120, "need SM100, sm_120 is SM120$"),
         ({}, 89, "need SM90, sm_89 is SM89"),
         (dict(out_dtype=torch.float32), 90, "write bfloat16, not float32"),
         (dict(bias=True), 90, "add no bias"),
@@ -37,8 +37,12 @@ def built(monkeypatch):
         (dict(k=4104), 90, "got 3072 and 4104"),
         (dict(segments=2, n=392), 90, "want rows of a segment % 8 == 0 and K % 16 == 0 .* got 196 and 4096"),
         (dict(fmt="mxfp8", layout="mn_major"), 100, "scales of a must be row_major, got mn_major"),
-        (dict(op="dense_gemm", groups=1, fmt="mxfp8"), 100, "the CUTLASS kernel for mxfp8 is behind grouped_gemm alone"),
+        (dict(op="dense_gemm", groups=1, fmt="mxfp8"), 100, "the CUTLASS kernel for mxfp8 is behind grouped_gemm alone$"),
         (dict(op="bmm"), 90, "there is no CUTLASS kernel for heads here"),
+        (dict(op="bmm", fmt="mxfp8"), 90, "there is no CUTLASS kernel for heads here$"),
+        (dict(op="bmm"), 100, "there is no CUTLASS kernel for heads here"),
+        (dict(op="dense_gemm", groups=1, fmt="mxfp8"), 90, "is behind grouped_gemm alone; fold the weight"),
+        (dict(op="dense_gemm", groups=1, fmt="mxfp8"), 89, "is behind grouped_gemm alone$"),
     ],
 )
 def test_refused_by_name(built, changes, where, text):

@@ -119,6 +119,11 @@ def test_nothing_but_triton_is_taken_unasked_on_a_gpu(installed):
         (dict(fmt="mxfp8", layout="mn_major"), 100, "scales of a must be row_major, got mn_major"),
         ({}, 89, "DeepGEMM has kernels for SM90 and SM100, sm_89 is SM89"),
         (dict(fmt="mxfp8"), 120, "DeepGEMM has kernels for SM90 and SM100, sm_120 is SM120"),
+        ({}, 120, "DeepGEMM has kernels for SM90 and SM100, sm_120 is SM120"),
+        (dict(out_dtype=torch.float32), 120, "DeepGEMM has kernels for SM90 and SM100, sm_120 is SM120"),
+        ({}, 103, "on SM100 DeepGEMM keeps only the exponent of a scale"),
+        (dict(op="bmm", fmt="mxfp8"), 90, "takes fp8_block, not mxfp8; fold the weight"),
+        (dict(op="bmm", fmt="mxfp8"), 100, "takes fp8_block, not mxfp8$"),
     ],
 )
 def test_deep_gemm_refuses_by_name(installed, changes, where, text):
@@ -146,6 +151,8 @@ def test_architectures_as_such(installed):
         (dict(k=48, format="mxfp8"), ValueError, "mxfp8 needs K % 32 == 0, got K = 48"),
         (dict(n=65, segments=2), ValueError, "65 rows of a weight do not divide into 2 segments"),
         (dict(device="sm70"), ValueError, "device must be one of 'sm89', 'sm90', 'sm100', 'sm103', 'sm120', got 'sm70'"),
+        (dict(device="sm9.0"), ValueError, "device must be one of 'sm89', 'sm90', .* got 'sm9.0'"),
+        (dict(device="70"), ValueError, "device must be one of 'sm89', 'sm90', .* got '70'"),
         (dict(device="meta"), ValueError, "device must be 'cuda', 'cpu' or an architecture such as 'sm90', got 'meta'"),
         (dict(out_dtype=torch.int8), ValueError, "out_dtype must be one of"),
         (dict(device="gpu"), ValueError, "device must be 'cuda', 'cpu' or an architecture such as 'sm90', got 'gpu'"),
@@ -167,6 +174,21 @@ def test_bad_questions_are_named(arguments, error, text):
 def test_asking_for_a_gpu_where_there_is_none(bare):
     with pytest.raises(ValueError, match="explain: there is no CUDA GPU here; ask about an architecture instead"):
         explain("grouped_gemm", **DECODE, device="cuda")
+
+
+@pytest.mark.parametrize("device", ["90", "sm90", "sm_90", "sm_90a"])
+def test_an_architecture_is_asked_about_in_any_spelling(device):
+    assert str(explain("grouped_gemm", **DECODE, device=device)).splitlines()[0].endswith("on sm90 (sm_90)")
+
+
+def test_env_an_override_does_not_contradict_the_cpu_that_runs(bare, monkeypatch):
+    """MOE_OPS_ARCH on a CPU: the configs of that architecture, computed by the CPU; no reason asks for the architecture that is named above it."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "sm90")
+    text = str(explain("dense_gemm", rows=16, n=1024, k=1024))
+    assert text.splitlines()[0].endswith("on cpu (with the configs of sm_90)")
+    assert "SM90 alone" not in text and "torch._scaled_mm needs CUDA tensors for scales of blocks, got cpu" in text
+    text = str(explain("grouped_gemm", **DECODE, format="plain"))
+    assert "SM90" not in text and "torch._grouped_mm takes part for CUDA tensors, got cpu" in text
 
 
 def test_an_answer_has_no_entry_for_a_name_it_does_not_know():
