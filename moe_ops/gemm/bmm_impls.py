@@ -8,14 +8,20 @@ from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.bmm import bmm_ref
 from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm, refuse_traced
 from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
+from moe_ops.gemm.dense_impls import config_words
 from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.quant.quantize import _op as quantize_rows
 
 
 def _triton_plan(p: Problem, where: Where) -> str:
-    config = "the config given" if p.pinned else str(heuristic(DenseGemmProblem(p.rows, p.groups, p.n, p.k, p.fmt, p.unquantized), where.arch))
-    return f"Triton kernel, {'quantizing inside, ' if p.unquantized else ''}{config}"
+    inside = "quantizing inside, " if p.unquantized else ""
+    if p.pinned:
+        return f"Triton kernel, {inside}the config given"
+    problem = DenseGemmProblem(p.rows, p.groups, p.n, p.k, p.fmt, p.unquantized)
+    config = heuristic(problem, where.arch)
+    quantizes = "; quantizes inside: bmm has no kernel before it" if p.unquantized else ""
+    return f"Triton kernel, {inside}{config}; {config_words(config, problem, where.arch)}{quantizes}"
 
 
 def _torch_plan(p: Problem, where: Where) -> str:

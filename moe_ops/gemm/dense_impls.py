@@ -4,24 +4,58 @@ from typing import Any
 
 import torch
 
+from moe_ops.core.arch import Arch
 from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.cutlass_gemm import cutlass_dense
 from moe_ops.gemm.deep_gemm import deep_gemm_dense, dense_plan, dense_reason, refuse_traced
 from moe_ops.gemm.dense import dense_gemm_ref
-from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic, quantizes_inside
-from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
+from moe_ops.gemm.dense_config import FUSED_COLUMNS, FUSED_ROWS, STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, heuristic, quantizes_inside
+from moe_ops.gemm.grouped_impls import operand_words, torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.gemm.torch_scaled import scaled_mm, scaled_mm_reason
 from moe_ops.quant.quantize import _op as quantize_rows
+
+#: Most rows of the Gluon kernel.
+MOST_ROWS = max(STREAM_WIDTHS)
+
+
+def gluon_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
+    """None where the Gluon kernel may have a config for `problem`, else why it has none."""
+    if problem.batch > 1 or not problem.aligned:
+        return "the Gluon kernel is behind dense_gemm alone"
+    if problem.fmt != "fp8_block":
+        return "the Gluon kernel takes fp8_block"
+    if not arch.has_wgmma:
+        return "the Gluon kernel is for SM90"
+    if problem.fused:
+        return "the Gluon kernel quantizes nothing"
+    if problem.rows > MOST_ROWS:
+        return f"the Gluon kernel takes at most {MOST_ROWS} rows"
+    return "the Gluon kernel wants K % 16 == 0" if problem.k % 16 else None
+
+
+def config_words(config: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> str:
+    """Why the heuristic takes `config` for `problem`, in a few words."""
+    if config.programs:
+        return f"at most {MOST_ROWS} quantized rows on SM90; {config.programs} programs by the estimate of its time"
+    split = f"; K in {config.split} parts by the estimate of its time" if config.split > 1 else ""
+    return f"{gluon_reason(problem, arch) or 'no config of the Gluon kernel fits'}; {operand_words(config)}{split}"
 
 
 def _triton_plan(p: Problem, where: Where) -> str:
     fused = p.unquantized and quantizes_inside(p.rows, p.n)
     if p.pinned:
         return "Triton kernel, the config given"
-    config = heuristic(DenseGemmProblem(p.rows, 1, p.n, p.k, p.fmt, fused, True), where.arch)
+    problem = DenseGemmProblem(p.rows, 1, p.n, p.k, p.fmt, fused, True)
+    config = heuristic(problem, where.arch)
     kernel = "Gluon kernel whose programs share K" if config.programs else "Triton kernel"
-    return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}"
+    quantizes = ""
+    if fused:
+        quantizes = f"; quantizes inside: at most {FUSED_ROWS} rows and {FUSED_COLUMNS} columns"
+    elif p.unquantized:
+        over = f"{p.rows} rows, more than {FUSED_ROWS}" if p.rows > FUSED_ROWS else f"{p.n} columns, more than {FUSED_COLUMNS}"
+        quantizes = f"; after a kernel that quantizes: {over}"
+    return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}; {config_words(config, problem, where.arch)}{quantizes}"
 
 
 def _torch_plan(p: Problem, where: Where) -> str:
