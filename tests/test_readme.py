@@ -22,8 +22,9 @@ def title(block):
 def test_quick_start_runs(block, tmp_path):
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, "-c", block], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    for _ in range(1 + ("convert(" in block)):  # people paste a second time, where the first has left its files
+        run = subprocess.run([sys.executable, "-c", block], env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-3000:]
 
 
 def test_there_is_one_quick_start_for_each_kind_of_user_of_ten_lines_or_so():
@@ -31,6 +32,14 @@ def test_there_is_one_quick_start_for_each_kind_of_user_of_ten_lines_or_so():
     for block in BLOCKS:
         code = [line for line in block.splitlines() if line.strip() and not line.strip().startswith("#")]
         assert len(code) <= 14, title(block)
+
+
+def test_every_public_name_is_in_the_table_of_ops():
+    import moe_ops
+
+    table = README.partition("## Ops\n")[2].partition("\n## ")[0]
+    named = {word for row in table.splitlines() for word in re.findall(r"\w+", row[1:].partition(" | ")[0])}
+    assert set(moe_ops.__all__) <= named
 
 
 def test_make_targets_named_in_the_readme_exist():
