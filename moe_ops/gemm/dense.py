@@ -198,6 +198,10 @@ def _out_ref(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, fmt: str, rule: str, out: torch.Tensor, workspace: torch.Tensor | None = None, config: list[int] | None = None,
 ) -> None:  # fmt: skip
+    if workspace is not None:
+        from moe_ops.gemm.dense_workspace import check_workspace
+
+        check_workspace(workspace, a, w, fmt, rule, config)
     out.copy_(dense_gemm_ref(a, a_scale, w, w_scale, bias, residual, fmt, rule, out.dtype))
 
 

@@ -184,6 +184,24 @@ def test_workspace_is_enough_for_every_row_count(device, fmt):
         dense_gemm_into(x, None, data, scale, None, None, fmt, rule, out, room[1:], config("rows", fmt, 1 + (fmt == "plain")).ints())
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_bad_workspace_is_an_error_on_every_device_in_the_same_words(device, fmt, rows):
+    """The reference uses no workspace, and refuses what the launcher refuses."""
+    w, x = uneven((64, 1024), seed=2).to(device), uneven((rows, 1024), seed=1).to(device)
+    w = w if fmt == "plain" else quantize_weight(w, fmt)
+    parts = (as_bytes(w.data), w.scale, None, None, fmt, w.format.rules[0]) if fmt != "plain" else (w, None, None, None, fmt, "given")
+    out, room = torch.zeros(rows, 64, device=device), dense_gemm_workspace(40, w)
+    off = torch.zeros(room.numel() + 1, dtype=torch.uint8, device=device)[1:]
+    for bad, text in ((room[:3], "workspace has 3 bytes, this call needs"), (off, "workspace must start at a multiple of 16 bytes")):
+        with pytest.raises(ValueError, match=f"dense_gemm: {text}") as public:
+            dense_gemm(x, w, out=out, workspace=bad)
+        with pytest.raises(ValueError) as launcher:
+            dense_gemm_into(x, None, *parts, out, bad)
+        assert str(public.value) == str(launcher.value)
+    assert dense_gemm(x, w, out=out, workspace=room) is out
+
+
 @pytest.mark.parametrize("kind", ["quantized", "16-bit activation", "plain"])
 def test_public_function(device, kind):
     x, w = uneven((6, 256), seed=1).to(device), uneven((80, 256), seed=2).to(device)
