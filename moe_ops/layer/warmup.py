@@ -1,5 +1,6 @@
 """Compile and select everything before it is needed: under CUDA graph capture, and after `freeze()`, nothing may compile."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,14 +30,15 @@ def warmup(
 ) -> None:
     """Run a layer at each token count where a heuristic changes its mind, so that calls of 1 .. max_tokens tokens compile nothing.
 
-    What is run are the calls that leave `impl` and `config` to the library, on 16-bit and on quantized activations, in contiguous memory.
+    What is run are the calls that leave `impl` and `config` to the library, on 16-bit and on quantized activations, in contiguous memory. One
+    weight of `dense_gemm` is run without and with a bias and a residual, both of the activations' 16-bit dtype; other dtypes of these compile anew.
 
     Args:
         target: a module that is or holds `MoELayer`s, `Linear`s and modules of your own with a method `warmup_call(tokens)`; or the weights (w13, w2)
             that `fused_moe` will get; or one weight: (N, K) for `dense_gemm`, (heads, N, K) for `bmm` (both parts of `absorbed_kv_b`, one by one).
         max_tokens: most tokens of a call; a model's longest prefill.
         top_k: experts per token; needed for a pair of weights.
-        dtype: dtype of the tokens, for weights and for a `Linear` whose weight is quantized.
+        dtype: dtype of the tokens, for weights and for a `Linear` whose weight is quantized; of a bias and a residual too, for one weight.
         out_dtype: dtype of the result, for one weight.
         b13: as in `fused_moe`, for a pair of weights.
         b2: as in `fused_moe`, for a pair of weights.
@@ -165,7 +167,12 @@ def _run_weight(tokens: int, w: "QTensor | torch.Tensor", dtype: torch.dtype, ou
     quantized = isinstance(w, QTensor)
     x = torch.zeros((tokens, *w.shape[:-2], w.shape[-1]), dtype=dtype if quantized else w.dtype, device=w.device)
     for a in (x, quantized_for(w, x)) if quantized else (x,):
-        (dense_gemm if len(w.shape) == 2 else bmm)(a, w, out_dtype=out_dtype)
+        if len(w.shape) == 3:
+            bmm(a, w, out_dtype=out_dtype)
+            continue
+        n = w.shape[0]
+        for bias, residual in itertools.product((None, x.new_zeros(n)), (None, x.new_zeros((tokens, n)))):
+            dense_gemm(a, w, bias=bias, residual=residual, out_dtype=out_dtype)
 
 
 def quantized_for(w: QTensor, x: torch.Tensor) -> QTensor:

@@ -97,6 +97,24 @@ def test_one_weight_of_dense_gemm(called, which):
     assert {c[2:5] for c in called} == {("fp8_block", rule, torch.bfloat16), ("fp8_block", "given", torch.uint8)}
 
 
+@pytest.mark.parametrize("fmt", [None, "fp8_block"])
+def test_one_weight_is_run_with_and_without_bias_and_residual(monkeypatch, fmt):
+    """Each of them is a kernel of its own: a call with one must not be the first after `freeze`."""
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    seen, run = set(), dense_module._op
+
+    def spy(*args):
+        seen.add((args[0].shape[0], args[0].dtype, *(None if t is None else (t.dtype, tuple(t.shape[1:])) for t in args[4:6])))
+        return run(*args)
+
+    monkeypatch.setattr(dense_module, "_op", spy)
+    warmup(w if fmt is None else quantize_weight(w, fmt), 17, dtype=torch.bfloat16)
+    bias, residual = (torch.bfloat16, ()), (torch.bfloat16, (64,))
+    kinds = {torch.bfloat16} | ({torch.uint8} if fmt else set())
+    rows = dense_counts(w if fmt is None else quantize_weight(w, fmt), 17)
+    assert seen == {(t, kind, b, r) for t in rows for kind in kinds for b in (None, bias) for r in (None, residual)}
+
+
 def test_linear_takes_the_dtype_and_its_folded_copy_too(called, monkeypatch):
     monkeypatch.setenv("MOE_OPS_ARCH", "90")
     layer = Linear.from_weight(torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16(), format="mxfp8")
@@ -129,12 +147,15 @@ def test_freeze_after_warmup_allows_every_size_of_a_projection_and_of_absorbed_a
     k_b, v_b = absorbed_kv_b(torch.randn(heads * (nope + v), rank, device="cuda", generator=g).bfloat16(), nope, v, format=fmt)
     alone = torch.randn(320, 1024, device="cuda", generator=g).bfloat16()
     alone = alone if fmt is None else quantize_weight(alone, fmt)
-    for target, options in ((layer, {}), (k_b, {"out_dtype": torch.float32}), (v_b, {}), (alone, {})):
+    for target, options in ((layer, {}), (k_b, {"out_dtype": torch.float32}), (v_b, {})):
         warmup(target, most, **options)
+    few = 20  # the larger sizes of `alone` would be four compiles for each of the layer's
+    warmup(alone, few)
     sizes, shapes = (1, 2, 15, 16, 17, 33, 64, 65, 130, most), ((1024,), (heads, nope + 64), (heads, rank))
     xs = {t: [uneven((t, *shape), seed=t).cuda() for shape in shapes] for t in sizes}
     given = {t: quantize(x, fmt) for t, (x, _, _) in xs.items()} if fmt else {}
     outs = {t: torch.empty(t, 576, dtype=torch.bfloat16, device="cuda") for t in xs}
+    bias_alone, residual_alone = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((320,), (few, 320)))
     residuals, workspace = {t: torch.zeros_like(out) for t, out in outs.items()}, layer.make_workspace(most)
     freeze()
     try:
@@ -142,7 +163,9 @@ def test_freeze_after_warmup_allows_every_size_of_a_projection_and_of_absorbed_a
             for a in (x, given[t]) if fmt else (x,):
                 layer(a)
                 layer(a, residual=residuals[t], out=outs[t], workspace=workspace)
-                dense_gemm(a, alone)
+                for bias, residual in ((None, None), (bias_alone, None), (None, residual_alone[:t]), (bias_alone, residual_alone[:t])):
+                    if t <= few:
+                        dense_gemm(a, alone, bias=bias, residual=residual)
             bmm(q[..., :nope], k_b, out_dtype=torch.float32)
             bmm(latent, v_b)
         with pytest.raises(RuntimeError, match="bmm: kernel .* cannot be compiled after moe_ops.freeze"):
