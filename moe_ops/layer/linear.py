@@ -175,6 +175,7 @@ class Linear(Exact):
             checks.is_tensor(_OP, "x", x)
             if x.dim() == 0 or x.shape[-1] != self.weight.shape[1]:
                 raise ValueError(f"{_OP}: x must have K = {self.weight.shape[1]} columns, got shape {tuple(x.shape)}")
+            checks.dtype(_OP, "x", x, _16BIT if self.format is not None else (self.weight.dtype,))
             a, lead, dtype = x.reshape(-1, x.shape[-1]), x.shape[:-1], x.dtype
         flat = None
         if residual is not None:
