@@ -1,6 +1,6 @@
-"""Every case that has a goal, figure and goal side by side: `python benchmarks/goals.py [FOLDER ..] [--only TEXT] [--out DIR] [--commit ID] [--reps N]`.
+"""Every case that has a goal, figure and goal side by side.
 
-Folders, as `quant router`, limit it to their files.
+python benchmarks/goals.py [FOLDER ..] [--only TEXT] [--out DIR] [--commit ID] [--reps N]    folders, as `quant router`, limit it to their files
 
 First all files compile and check their results, each in a process of its own; then this process times them one after another. A missed goal is
 printed; the exit status is 1 when a result was wrong.
