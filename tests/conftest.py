@@ -2,7 +2,8 @@
 
 Options:
     --all-kernels   fail the run when an entry kernel of the package was interpreted by no test (CPU machines; `make test`)
-    --require-gpu   fail at once where there is no GPU, instead of skipping (`make test-gpu`)
+    --require-gpu   fail at once where there is no GPU, instead of skipping, and run what a GPU changes alone: tests marked gpu, and tests with the
+                    `device` fixture, which stands for it (`make test-gpu`; `make test` runs the others anywhere)
     --results FILE  write the counts, the machine and the versions of the run as JSON
     --commit ID     the commit that --results names
     --all-cutlass   compile every CUTLASS kernel, not one of each architecture (`make test-all`)
@@ -113,7 +114,16 @@ def pytest_configure(config):
     config.interpreted_kernels = set()
 
 
-def pytest_collection_modifyitems(items):
+def _takes_device(item) -> bool:
+    """Whether the test uses the fixture `device`, not a parameter of its own by that name."""
+    return "device" in getattr(item, "fixturenames", ()) and "device" not in getattr(getattr(item, "callspec", None), "params", ())
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--require-gpu"):
+        kept = [item for item in items if "gpu" in item.keywords or _takes_device(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     for item in items:
         if "gpu" in item.keywords and not GPUS:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -69,7 +69,8 @@ def test_results_file_of_another_name(tmp_path):
     assert bench.write().name == "op_of_few_rows.json" and Bench("op", []).file == "bench_op"
 
 
-def test_parts_of_a_run_share_the_cases_and_keep_groups_together(capsys):
+def test_parts_of_a_run_share_the_cases_and_keep_groups_together(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ran = []
     for part in ("0/2", "1/2"):
         bench = Bench("op", ["--part", part])
@@ -91,7 +92,9 @@ def test_jobs_run_every_part_of_the_same_cases(monkeypatch, tmp_path, capsys):
     assert "wrong 0/2" in capsys.readouterr().out
 
 
-def test_an_implementation_that_raises_costs_its_own_rows_alone(capsys):
+def test_an_implementation_that_raises_costs_its_own_rows_alone(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
     def broken(copy):
         raise RuntimeError("no such kernel")
 

@@ -10,7 +10,7 @@ import torch
 from moe_ops import dense_gemm, explain, grouped_gemm, quantize, quantize_weight
 from moe_ops.cli import main
 from moe_ops.core.numerics import relative_error, uneven
-from moe_ops.gemm import deep_gemm, env, registry, torch_scaled
+from moe_ops.gemm import cutlass_choice, deep_gemm, env, registry, torch_scaled
 from moe_ops.gemm.deep_gemm_probe import FORMS
 from moe_ops.gemm.explain import explain_problem
 from moe_ops.gemm.registry import Problem, Where, choose
@@ -24,6 +24,7 @@ def bare(monkeypatch):
     """A machine without GPU, nvcc and deep_gemm."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("MOE_OPS_CACHE", "/nowhere")
+    monkeypatch.setattr(cutlass_choice, "_there", set())  # what was found before
     monkeypatch.setattr(deep_gemm, "compiler", lambda: None)
     monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda name: None)
 
