@@ -45,8 +45,8 @@ def routing_of(t, e, k, seed=0, skew=0.0):
 def test_real_sizes(fmt, t, e, k, h, i):
     """The bound holds for few rows on the mean square of many calls.
 
-    The tensor cores sum 128 products of 8 bits to some 14 bits, so an element of the intermediate now and then rounds to the other side of a tie, half
-    a step of 1/16 or more. Among many rows that is lost; one row with one large element can move by 2%.
+    The tensor cores sum 128 products of 8 bits to some 14 bits, so an element of the intermediate now and then rounds to the other side of a tie,
+    half a step of 1/16 or more. Among many rows that is lost; one row with one large element can move by 2%.
     """
     if fmt == "mxfp8_folded" and h % 128:
         pytest.skip("2880 is off the grid of 128: such weights are not folded")
