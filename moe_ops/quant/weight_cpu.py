@@ -1,7 +1,7 @@
 """Weights quantized on a CPU at the speed of memory: the bytes of `quantize_weight_ref`, tile by tile.
 
-A tile fits a core's second cache and every step works in place on buffers that live as long as the quantizer, so that one pass over the
-weight reads it once and writes one byte an element. A quantizer belongs to one thread; torch releases the interpreter's lock inside each step,
+A tile fits the caches and every step works in place on buffers that live as long as the quantizer, so that one pass over the weight reads it
+once and writes one byte an element. A quantizer belongs to one thread; torch releases the interpreter's lock inside each step,
 so threads with a quantizer each scale with the cores. Errors are measured on the way, while values and bytes are both in the cache.
 """
 
@@ -17,9 +17,10 @@ from moe_ops.quant.mxfp8 import GROUP, reciprocal, scale_byte
 from moe_ops.quant.stochastic import _C1, _C2, key_of, random_bits, stochastic_bits
 from moe_ops.quant.weight import quantize_weight_ref
 
-#: Elements of a tile: 4 bytes each in two or three buffers, within a core's share of the caches, and enough that the steps outweigh the
-#: interpreter between them (one thread of an EPYC: 0.99 GB/s with 128 K, 1.19 with 256 K, 1.27 with 512 K; threads contend less as well).
-TILE = 256 * 1024
+#: Elements of a tile: 4 bytes each in two or three buffers, and enough that the steps outweigh the interpreter between them, whose lock all
+#: threads share. GB/s of bf16 on two cores (EPYC, 2026-11-30), 1 / 2 / 3 / 8 threads: 1.0 / 1.5 / 1.3 / 0.8 with 256 K, 1.3 / 2.1 / 2.0 / 1.2 with 512 K,
+#: 1.3 / 2.4 / 2.2 / 1.6 with 1 M, 1.1 / 1.7 / 1.9 / 1.5 with 2 M, which no cache holds.
+TILE = 1024 * 1024
 _COLUMNS = TILE // 128
 
 
