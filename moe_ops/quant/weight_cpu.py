@@ -18,8 +18,8 @@ from moe_ops.quant.stochastic import _C1, _C2, key_of, random_bits, stochastic_b
 from moe_ops.quant.weight import quantize_weight_ref
 
 #: Elements of a tile: 4 bytes each in two or three buffers, and enough that the steps outweigh the interpreter between them, whose lock all
-#: threads share. GB/s of bf16 on two cores (EPYC, 2026-11-30), 1 / 2 / 3 / 8 threads: 1.0 / 1.5 / 1.3 / 0.8 with 256 K, 1.3 / 2.1 / 2.0 / 1.2 with 512 K,
-#: 1.3 / 2.4 / 2.2 / 1.6 with 1 M, 1.1 / 1.7 / 1.9 / 1.5 with 2 M, which no cache holds.
+#: threads share: in memory 1.3, 2.4, 2.2 and 1.6 GB/s of bf16 for 1, 2, 3 and 8 threads on two cores (EPYC, 2026-11-30), where 256 K give
+#: 1.0, 1.5, 1.3 and 0.8, and 2 M, which no cache holds, 1.1, 1.7, 1.9 and 1.5.
 TILE = 1024 * 1024
 _COLUMNS = TILE // 128
 
