@@ -11,8 +11,8 @@ import torch
 from moe_ops.core import checks
 from moe_ops.core.formats import QTensor, as_bytes
 from moe_ops.core.ops import register
-from moe_ops.gemm.dense import OUT_DTYPES, check_config, check_dense, check_out, check_product, choose, launch_dense, product_ref
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem
+from moe_ops.gemm.dense import OUT_DTYPES, check_config, check_dense, check_out, check_product, launch_dense, product_ref
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose
 
 __all__ = ["bmm"]
 

@@ -9,7 +9,8 @@ from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div
 from moe_ops.core.ops import register
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, part_bytes, quantizes_inside
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose, heuristic, part_bytes, quantizes_inside
+from moe_ops.gemm.dense_workspace import carve, check_workspace, needs, quantized_bytes
 from moe_ops.gemm.grouped import check_operands, dequantized
 from moe_ops.quant.fold import is_folded
 from moe_ops.quant.rows import rows_ref
@@ -40,18 +41,6 @@ def dense_gemm_ref(
     if residual is not None:
         y += residual.float()
     return y.to(out_dtype)
-
-
-def choose(op: str, problem: DenseGemmProblem, device: torch.device, config: list[int] | None) -> DenseGemmConfig:
-    """The pinned config if it is legal, else the heuristic's."""
-    arch = arch_of(device)
-    if config is None:
-        return heuristic(problem, arch)
-    cfg = DenseGemmConfig.of_ints(config)
-    reason = is_legal(cfg, problem, arch)
-    if reason is not None:
-        raise ValueError(f"{op}: config {cfg} cannot run here: {reason}")
-    return cfg
 
 
 def launch_dense(
@@ -110,25 +99,6 @@ def launch_dense(
         )  # fmt: skip
 
 
-def rows_aligned(a: torch.Tensor) -> bool:
-    """Whether TMA can address a (M, K) of bytes: rows apart from one another, each on a 16-byte boundary."""
-    return a.data_ptr() % 16 == 0 and (a.shape[0] == 1 or (a.stride(0) % 16 == 0 and a.stride(0) >= a.shape[1]))
-
-
-def _quantized_bytes(rows: int, k: int, fmt: str) -> tuple[int, int]:
-    """Bytes of an activation's data and scales, each rounded up so that what follows is aligned."""
-    scales = rows * (4 * ceil_div(k, 128) if fmt == "fp8_block" else k // 32)
-    return ceil_div(rows * k, 256) * 256, ceil_div(scales, 256) * 256
-
-
-def _carve(workspace: torch.Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """`shape` of `dtype` from byte `first` of a workspace on."""
-    size = dtype.itemsize
-    for s in shape:
-        size *= s
-    return workspace[first : first + size].view(dtype).view(shape)
-
-
 def dense_gemm_into(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, fmt: str, rule: str, out: torch.Tensor, workspace: torch.Tensor | None = None, config: list[int] | None = None,
@@ -136,29 +106,20 @@ def dense_gemm_into(
     """Launch the kernels on `out`; allocates nothing where a workspace is given. Arguments as the op's, see `dense_gemm`."""
     op = "dense_gemm"
     rows, k = a.shape
-    n = w.shape[0]
-    quantized = (0, 0)
-    if rule != "given" and not quantizes_inside(rows, n):
-        quantized = _quantized_bytes(rows, k, fmt)
+    cfg, quantized, need = needs(op, a, w, fmt, rule, config)
     quantizes = any(quantized)
-    fused = rule != "given" and not quantizes
-    aligned = k % 16 == 0 and w.data_ptr() % 16 == 0 and (quantizes or rows_aligned(a))
-    cfg = choose(op, DenseGemmProblem(rows, 1, n, k, fmt, fused, aligned), a.device, config)
-    need = sum(quantized) + part_bytes(cfg, rows, n, k)
     if workspace is None:
         workspace = a.new_empty(need, dtype=torch.uint8)
-    elif workspace.numel() < need:
-        raise ValueError(f"{op}: workspace has {workspace.numel()} bytes, this call needs {need}; make it with dense_gemm_workspace")
-    elif workspace.data_ptr() % 16:
-        raise ValueError(f"{op}: workspace must start at a multiple of 16 bytes, its address is {workspace.data_ptr()}")
+    else:
+        check_workspace(op, workspace, need)
     if quantizes:
         from moe_ops.quant.quantize import quantize_into
 
-        data = _carve(workspace, 0, (rows, k), torch.uint8)
+        data = carve(workspace, 0, (rows, k), torch.uint8)
         if fmt == "fp8_block":
-            scale = _carve(workspace, quantized[0], (rows, ceil_div(k, 128)), torch.float32)
+            scale = carve(workspace, quantized[0], (rows, ceil_div(k, 128)), torch.float32)
         else:
-            scale = _carve(workspace, quantized[0], (rows, k // 32), torch.uint8)
+            scale = carve(workspace, quantized[0], (rows, k // 32), torch.uint8)
         quantize_into(a, data, scale, None, fmt, rule)
         a, a_scale, rule = data, scale, "given"
     part = workspace[sum(quantized) : need].view(torch.float32) if need > sum(quantized) else None
@@ -198,10 +159,8 @@ def _out_ref(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, fmt: str, rule: str, out: torch.Tensor, workspace: torch.Tensor | None = None, config: list[int] | None = None,
 ) -> None:  # fmt: skip
-    if workspace is not None:
-        from moe_ops.gemm.dense_workspace import check_workspace
-
-        check_workspace(workspace, a, w, fmt, rule, config)
+    if workspace is not None:  # used by none, and yet an error here as on a GPU
+        check_workspace("dense_gemm", workspace, needs("dense_gemm", a, w, fmt, rule, config)[2])
     out.copy_(dense_gemm_ref(a, a_scale, w, w_scale, bias, residual, fmt, rule, out.dtype))
 
 
@@ -299,7 +258,7 @@ def dense_gemm_workspace(rows: int, w: "QTensor | torch.Tensor", *, config: Dens
     most, bucket = 0, 16
     while True:
         m = min(bucket, rows)
-        quantized = sum(_quantized_bytes(m, k, fmt)) if fmt != "plain" and not quantizes_inside(m, n) else 0
+        quantized = sum(quantized_bytes(m, k, fmt)) if fmt != "plain" and not quantizes_inside(m, n) else 0
         for fused, aligned in ((False, False), (False, True), (True, True)):
             cfg = heuristic(DenseGemmProblem(m, 1, n, k, fmt, fused, aligned), arch_of(data.device)) if config is None else config
             most = max(most, quantized + part_bytes(cfg, m, n, k))

@@ -3,7 +3,9 @@
 import functools
 from dataclasses import astuple, dataclass
 
-from moe_ops.core.arch import Arch
+import torch
+
+from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
 from moe_ops.gemm.grouped_config import tile_reason
 
@@ -181,6 +183,18 @@ def heuristic(problem: DenseGemmProblem, arch: Arch) -> DenseGemmConfig:
     """A config for every problem, from its size alone; equal for all M up to the same power of two, so that few kernels are compiled."""
     rows = max(16, 1 << (problem.rows - 1).bit_length())
     return _heuristic(DenseGemmProblem(rows, problem.batch, problem.n, problem.k, problem.fmt, problem.fused, problem.aligned), arch)
+
+
+def choose(op: str, problem: DenseGemmProblem, device: torch.device, config: list[int] | None) -> DenseGemmConfig:
+    """The pinned config if it is legal, else the heuristic's."""
+    arch = arch_of(device)
+    if config is None:
+        return heuristic(problem, arch)
+    cfg = DenseGemmConfig.of_ints(config)
+    reason = is_legal(cfg, problem, arch)
+    if reason is not None:
+        raise ValueError(f"{op}: config {cfg} cannot run here: {reason}")
+    return cfg
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,15 +26,14 @@ def shares(n, k, cfg):
             step = last
 
 
-@pytest.mark.parametrize("programs", [2, 5, 7, 11, 30])
+@pytest.mark.parametrize("programs", [2, 4, 7, 11, 30])
 @pytest.mark.parametrize("tile", [(16, 64), (32, 128), (64, 128), (128, 256)], ids=str)
 def test_parts_are_added_in_the_order_of_k(tile, programs, device):
     """SPLITK: cut tiles get the sum of their parts, bias and residual once; whole tiles and slots that nobody wrote are left alone."""
     m, n, k = tile[0] - 3, 576, 1024
     programs = min(programs, 8 * -(-n // tile[1]))  # a step each, at least
     cfg = DenseGemmConfig(*tile, 128, 4, 4, 1, tile[0] <= 32, programs)
-    if most_parts(cfg, n, k) == 1:
-        pytest.skip("no tile is cut")
+    assert most_parts(cfg, n, k) > 1
     g = torch.Generator().manual_seed(programs)
     part = torch.full((2 * programs, *tile), float("nan"))
     assert part.numel() * 4 == part_bytes(cfg, m, n, k)
