@@ -9,6 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 #: TMA box load: `async_copy_global_to_shared` up to 3.7, `async_load` from 3.8 on (3.9 raises on the old name).
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+#: TMA box store: `async_copy_shared_to_global` up to 3.7, `async_store` where 3.8 and later have it.
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
 #: Copies by the threads of a partition (cp.async): `async_copy_global_to_shared` up to 3.7, `async_load` from 3.8 on.
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -31,8 +34,8 @@ def _add(a, b):
 
 
 @gluon.jit
-def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
-    """Row tiles of BLOCK rows: (tiles of each expert, running sum of tiles), each (E2,) int32 in `layout`.
+def expert_fill(offsets_ptr, rows, capacity, E: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
+    """(experts 0 .. E2, rows of each), both (E2,) int32 in `layout`; see `expert_rows`.
 
     Offsets and order may be read before the predecessor has ended: from L2, because L1 may hold what was there before.
     """
@@ -43,8 +46,41 @@ def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constex
     else:
         high = gl.load(offsets_ptr + e + 1, mask=e < E, other=0, cache_modifier=".cg")
         filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - gl.minimum(gl.maximum(low, 0), rows), 0)
+    return e, filled
+
+
+@gluon.jit
+def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
+    """Row tiles of BLOCK rows: (tiles of each expert, running sum of tiles), each (E2,) int32 in `layout`."""
+    _, filled = expert_fill(offsets_ptr, rows, capacity, E, MASKED, layout)
     tiles = (filled + BLOCK - 1) // BLOCK
     return tiles, gl.associative_scan(tiles, 0, _add)
+
+
+@gluon.jit
+def tile_line(offsets_ptr, rows, capacity, most, E: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
+    """The row tiles of 128 rows as a line, and the tiles that follow it: the tails of at most 64 rows of the last experts, `most` tails at most.
+
+    Returns:
+        line, late: (E2,) int32 in `layout`, keys for `find_tile`: the running sums of tiles in the line, and of the tails that follow it.
+        tiles, tails: sums of both.
+    """
+    e, filled = expert_fill(offsets_ptr, rows, capacity, E, MASKED, layout)
+    short = (filled > 0) & (((filled + 127) & 127) < 64)
+    both = ((filled + 127) // 128) + (short.to(gl.int32) << 21)  # one scan for two sums; HOPPER_ROWS keeps the tiles below 2^21
+    ends = gl.associative_scan(both, 0, _add)
+    total = gl.sum(both, 0)
+    tails = gl.minimum(total >> 21, most)
+    behind = gl.maximum((ends >> 21) - ((total >> 21) - tails), 0)
+    tiles = (total & 0x1FFFFF) - tails
+    return (((ends & 0x1FFFFF) - behind) << 10) + e + 1, (behind << 10) + e + 1, tiles, tails
+
+
+@gluon.jit
+def find_tile(keys, m):
+    """(expert, tiles of the experts before it) of tile m of a line; keys are (sum of tiles up to here, inclusive) << 10 | expert + 1."""
+    found = gl.max(gl.where(keys < ((m + 1) << 10), keys, 0), 0)
+    return found & 1023, found >> 10
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ One program on each SM, three roles:
 
 The two boxes are neighbours (a plain 128x256 tile), or gate and up rows of the same 128 columns: then the epilogue applies the
 activation, quantizes 1x128 and stores e4m3, and the 2I-wide product never exists in memory. Of a tile with at most 64 rows both consumers
-take those rows and half of the columns each.
+take those rows and half of the columns each. Results leave through shared memory by TMA where a consumer's 64 rows are all the expert's.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.core.arch import arch_of
@@ -27,20 +27,29 @@ from moe_ops.core.launch import launch
 from moe_ops.gemm.gluon_compat import (
     cp_async,
     expert_rows,
-    expert_tiles,
+    find_tile,
     gdc_launch_dependents,
     gdc_wait,
     read_tile,
     thread_barrier,
+    tile_line,
     tma_load,
+    tma_store_wait,
     write_tile,
 )
-from moe_ops.gemm.hopper_epilogue import biased, folded, gated, kind_of, quantized, refold, row_amax, store
+from moe_ops.gemm.hopper_epilogue import biased, folded, gated, kind_of, quantized, refold, row_amax, store, store_tile
+from moe_ops.gemm.hopper_products_kernel import scaled_product, scaled_products
 from moe_ops.quant.activation import lowest_gate
 
 STAGES = 4
 #: Row tiles that share a weight tile in L2 before the next columns are taken.
 GROUP_M = 8
+#: Rounds of tiles, each one for every program, that may be deferred: tails of at most 64 rows, which cost 0.6 of a tile, follow the other tiles
+#: and even out the end. Each reads a weight tile for itself, so not all of them are.
+DEFER = 1
+#: Bytes of an output's elements for which the tile leaves through shared memory by TMA, while the next one is being computed; the ring leaves
+#: no room for elements of four.
+BOXED = (1, 2)
 
 
 @gluon.jit
@@ -61,8 +70,8 @@ def _producer(
     a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
     rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, STEP_N: gl.constexpr, TOP_K: gl.constexpr,
-    GATHER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    GATHER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, DEFER: gl.constexpr, WARPS: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     KB: gl.constexpr = K // 128
     N_TILES: gl.constexpr = N // 256
@@ -72,12 +81,12 @@ def _producer(
     box: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     if PDL and not EARLY:
         gdc_wait()
-    per, ends = expert_tiles(offsets_ptr, rows_total, capacity, E, 128, MASKED, experts)
-    m_tiles = gl.sum(per, 0)
-    total = m_tiles * N_TILES
     programs = gl.num_programs(0)
+    line, late, m_tiles, tails = tile_line(offsets_ptr, rows_total, capacity, DEFER * programs // N_TILES, E, MASKED, experts)
+    lined = m_tiles * N_TILES
+    total = lined + tails * N_TILES
     last = total % programs
-    if last * 2 > programs:
+    if (last * 2 > programs) | (tails > 0):
         last = 0
     whole = total - last  # the tiles of a last wave that fills at most half of the programs are shared out as halves of 64 rows
     word = gl.arange(0, 4, flat)
@@ -90,15 +99,19 @@ def _producer(
     while item < whole + last * 2:
         t = gl.where(item < whole, item, whole + (item - whole) // 2)
         # groups of GROUP_M row tiles, m fastest inside, so that a wave shares weights in L2
+        behind = t >= lined
+        t = gl.where(behind, t - lined, t)
         group = t // (GROUP_M * N_TILES)
-        size = gl.minimum(m_tiles - group * GROUP_M, GROUP_M)
+        size = gl.minimum(gl.where(behind, tails, m_tiles) - group * GROUP_M, GROUP_M)
         rest = t - group * GROUP_M * N_TILES
         m = group * GROUP_M + rest % size
         n = rest // size
-        found = gl.sum(gl.where(ends <= m, 1 + (per << 10), 0), 0)
-        expert = found & 1023
+        if behind:
+            expert, before = find_tile(late, m)
+        else:
+            expert, before = find_tile(line, m)
         first, filled = expert_rows(offsets_ptr, expert, rows_total, capacity, MASKED)
-        m0 = (m - (found >> 10)) * 128
+        m0 = gl.where(behind, (filled - 1) // 128, m - before) * 128
         rows = gl.minimum(filled - m0, 128)
         if item >= whole:
             half = ((item - whole) % 2) * 64
@@ -156,71 +169,11 @@ def _producer(
 
 
 @gluon.jit
-def _pin(x):
-    """Keep ptxas from giving both products temporaries of their own (without it: 190 spills; Triton 3.6)."""
-    return gl.inline_asm_elementwise("// pin $0", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _scaled_products(
-    a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it,
-    A0: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr, BN: gl.constexpr, KB: gl.constexpr,
-    STAGES: gl.constexpr, GATHER: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """Walk K: rows A0 .. A0 + 64 of the slot's A against the BN weight rows at B0 and at B1; both promoted every 128 of K."""
-    acc0 = gl.zeros((64, BN), gl.float32, mma)
-    acc1 = gl.zeros((64, BN), gl.float32, mma)
-    tmp = gl.zeros((64, BN), gl.float32, mma)
-    for _ in range(KB):
-        slot = it % STAGES
-        mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-        if GATHER:
-            fence_async_shared()
-        a = a_bufs.index(slot).slice(A0, 64)
-        tmp = warpgroup_mma(a, b_bufs.index(slot).slice(B0, BN).permute((1, 0)), tmp, use_acc=use_acc, is_async=True)
-        s = sa_bufs.index(slot).slice(A0, 64).load(gl.SliceLayout(1, mma))
-        p0 = s * sw_bufs.index(slot).slice(0, 1).load(gl.SliceLayout(1, mma))
-        p1 = s * sw_bufs.index(slot).slice(1, 1).load(gl.SliceLayout(1, mma))
-        tmp = warpgroup_mma_wait(0, deps=[tmp])
-        acc0 = _pin(acc0 + tmp * p0[:, None])
-        tmp = warpgroup_mma(a, b_bufs.index(slot).slice(B1, BN).permute((1, 0)), tmp, use_acc=use_acc, is_async=True)
-        tmp = warpgroup_mma_wait(0, deps=[tmp])
-        mbarrier.arrive(empty.index(slot))
-        acc1 = _pin(acc1 + tmp * p1[:, None])
-        it += 1
-    return acc0, acc1, it
-
-
-@gluon.jit
-def _scaled_product(
-    a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it,
-    WG: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """The first 64 rows of the slot's A against the weight rows of one box."""
-    acc = gl.zeros((64, 128), gl.float32, mma)
-    tmp = gl.zeros((64, 128), gl.float32, mma)
-    for _ in range(KB):
-        slot = it % STAGES
-        mbarrier.wait(full.index(slot), (it // STAGES) & 1)
-        if GATHER:
-            fence_async_shared()
-        a = a_bufs.index(slot).slice(0, 64)
-        tmp = warpgroup_mma(a, b_bufs.index(slot).slice(WG * 128, 128).permute((1, 0)), tmp, use_acc=use_acc, is_async=True)
-        s = sa_bufs.index(slot).slice(0, 64).load(gl.SliceLayout(1, mma))
-        p = s * sw_bufs.index(slot).slice(WG, 1).load(gl.SliceLayout(1, mma))
-        tmp = warpgroup_mma_wait(0, deps=[tmp])
-        mbarrier.arrive(empty.index(slot))
-        acc = _pin(acc + tmp * p[:, None])
-        it += 1
-    return acc, it
-
-
-@gluon.jit
 def _consumer(
-    WG: gl.constexpr, bias_ptr, out_ptr, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
-    amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
+    WG: gl.constexpr, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
+    stage_bufs, amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
     N: gl.constexpr, K: gl.constexpr, STEP_N: gl.constexpr, HALF: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr,
-    RULE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    RULE: gl.constexpr, STAGES: gl.constexpr, BOXED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Rows WG * 64 .. of each tile; of a tile with at most 64 rows all of them, and half of the columns."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -245,7 +198,7 @@ def _consumer(
         j += 1
         bias0 = expert.to(gl.int64) * N + n * STEP_N
         if rows > 64:
-            acc0, acc1, it = _scaled_products(
+            acc0, acc1, it = scaled_products(
                 a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it, WG * 64, 0, 128, 128, KB, STAGES, GATHER, wide
             )
             if bias_ptr is not None:
@@ -260,13 +213,15 @@ def _consumer(
                 else:
                     q, scale = quantized(h, row_amax(h))
                 gl.store(out_scale_ptr + (row0 + offs).to(gl.int64) * (I // 128) + n, scale, mask=offs < rows)
-                store(out_ptr, q, row0, WG * 64, rows, n * 128, I, 128, 16)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), q, row0, WG * 64, rows, n * 128, I, 128, 16, BOXED)
             else:
-                store(out_ptr, acc0.to(out_ptr.dtype.element_ty), row0, WG * 64, rows, n * STEP_N, N, 128, 8)
-                store(out_ptr, acc1.to(out_ptr.dtype.element_ty), row0, WG * 64, rows, n * STEP_N + 128, N, 128, 8)
+                y = acc0.to(out_ptr.dtype.element_ty)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, WG * 64, rows, n * STEP_N, N, 128, 8, BOXED)
+                y = acc1.to(out_ptr.dtype.element_ty)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, WG * 64, rows, n * STEP_N + 128, N, 128, 8, BOXED)
         elif rows > 0:
             if FUSED:
-                gate, up, it = _scaled_products(
+                gate, up, it = scaled_products(
                     a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it,
                     0, WG * 64, 128 + WG * 64, 64, KB, STAGES, GATHER, narrow,
                 )  # fmt: skip
@@ -296,19 +251,22 @@ def _consumer(
                     gl.store(out_scale_ptr + (row0 + offs_n).to(gl.int64) * (I // 128) + n, scale_n, mask=offs_n < rows)
                 store(out_ptr, q_n, row0, 0, rows, n * 128 + WG * 64, I, 64, 16)
             else:
-                half, it = _scaled_product(a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it, WG, KB, STAGES, GATHER, wide)
+                half, it = scaled_product(a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it, WG, KB, STAGES, GATHER, wide)
                 if bias_ptr is not None:
                     half = biased(half, bias_ptr + bias0 + WG * 128, 128, wide)
-                store(out_ptr, half.to(out_ptr.dtype.element_ty), row0, 0, rows, n * STEP_N + WG * 128, N, 128, 8)
+                y = half.to(out_ptr.dtype.element_ty)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, 0, rows, n * STEP_N + WG * 128, N, 128, 8, BOXED)
+    if BOXED:
+        tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["rows_total", "a_rows_total", "capacity", "stride_sam", "stride_sak", "zero", "alpha", "lowest", "limit", "up_offset"])
 def _grouped_gemm_hopper_kernel(
-    a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_scale_ptr, offsets_ptr, order_ptr, counter_ptr,
+    a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_desc, out_scale_ptr, offsets_ptr, order_ptr, counter_ptr,
     rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, MASKED: gl.constexpr,
     FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    DEFER: gl.constexpr, BOXED: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles are shared out in turn, or by `counter_ptr` (zero before the launch). `zero` is 0 at run time: wgmma overwrites in place."""
     STEP_N: gl.constexpr = 128 if FUSED else 256
@@ -321,7 +279,10 @@ def _grouped_gemm_hopper_kernel(
     sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 128], flat)
     sw_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 4], flat)
     tiles = gl.allocate_shared_memory(gl.int32, [2, 4], flat)
-    amax_bufs = gl.allocate_shared_memory(gl.float32, [4, 64], flat)
+    amax_bufs = gl.allocate_shared_memory(gl.float32, [4, 64 if FUSED else 1], flat)  # the staging leaves no kilobyte unused
+    stage_bufs = amax_bufs
+    if BOXED:
+        stage_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, 64, 128], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tiles_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -336,15 +297,15 @@ def _grouped_gemm_hopper_kernel(
         mbarrier.init(amax_bars.index(i), count=2)
     gl.warp_specialize(
         [
-            (_consumer, (0, bias_ptr, out_ptr, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
-                         amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
-                         N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, PDL)),
-            (_consumer, (1, bias_ptr, out_ptr, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
-                         amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
-                         N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, PDL)),
+            (_consumer, (0, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
+                         tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
+                         N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, BOXED, PDL)),
+            (_consumer, (1, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
+                         tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
+                         N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, BOXED, PDL)),
             (_producer, (a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
                          tiles, tiles_full, tiles_empty, rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
-                         E, E2, N, K, HALF, STEP_N, TOP_K, GATHER, MASKED, STAGES, GROUP_M, WARPS, EARLY, PDL)),
+                         E, E2, N, K, HALF, STEP_N, TOP_K, GATHER, MASKED, STAGES, GROUP_M, DEFER, WARPS, EARLY, PDL)),
         ],
         [4, WARPS],
         [224, 64],
@@ -352,6 +313,7 @@ def _grouped_gemm_hopper_kernel(
 
 
 _BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_BOX16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def launch_hopper(
@@ -381,12 +343,16 @@ def launch_hopper(
     operand = a if gather else TensorDescriptor.from_tensor(a, [64, 128], _BOX)
     bound = (min(experts, rows) + rows // 128) * (n // 256)
     lowest = lowest_gate(act_kind, alpha)
+    if out_scale is not None:
+        out = as_e4m3(out)
+    boxed = out.element_size() in BOXED and out.data_ptr() % 16 == 0
+    out_desc = TensorDescriptor.from_tensor(out, [64, 128], _BOX if out.element_size() == 1 else _BOX16) if boxed else None
     launch(
         op, _grouped_gemm_hopper_kernel, (max(1, min(arch.sms, 2 * bound)),),
         operand, a_scale, TensorDescriptor.from_tensor(w.view(experts * n, k), [128, 128], _BOX), w_scale, bias,
-        as_e4m3(out) if out_scale is not None else out, out_scale, offsets, order, counter,
+        out, out_desc, out_scale, offsets, order, counter,
         rows, a.shape[0], capacity, a.stride(0), *a_scale.stride(), 0, alpha, lowest, limit, up_offset,
         E=experts, E2=max(128, 1 << (experts - 1).bit_length()), N=n, K=k, TOP_K=top_k, GATHER=gather, MASKED=masked, FUSED=out_scale is not None,
-        KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, EARLY=early, num_warps=4,
-        enable_fp_fusion=True,
+        KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, DEFER=DEFER, BOXED=boxed, EARLY=early,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -4,6 +4,9 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from moe_ops.gemm.gluon_compat import thread_barrier, tma_store, tma_store_wait
 
 
 def kind_of(act_kind: str, alpha: float, limit: float, up_offset: float) -> str:
@@ -111,3 +114,26 @@ def store(out_ptr, x, row0, r0, rows, col, stride, BN: gl.constexpr, VEC: gl.con
     c = gl.arange(0, BN, gl.SliceLayout(0, lay))
     out = out_ptr + (row0 + r).to(gl.int64)[:, None] * stride + (col + c)[None, :]
     gl.store(out, gl.convert_layout(x, lay), mask=(r < rows)[:, None])
+
+
+@gluon.jit
+def store_tile(
+    out_ptr, desc, stage, x, row0, r0, rows, col, stride, BN: gl.constexpr, VEC: gl.constexpr, BOXED: gl.constexpr
+):  # fmt: skip
+    """`store`; BOXED by TMA through `stage` (64, BN), this warpgroup's own, unless some of the 64 rows are another expert's.
+
+    The box is read in the background: before `stage` is written again, and before the program ends, `tma_store_wait(0)` is due.
+    """
+    if BOXED:
+        tma_store_wait(0)  # of the threads that asked for the box before; the barrier tells the others
+        thread_barrier()
+        stage.store(x)
+        fence_async_shared()
+        thread_barrier()
+        if rows - r0 >= 64:
+            tma_store(desc, [row0 + r0, col], stage)
+        else:
+            lay: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BN // VEC), BN // VEC], [4, 1], [1, 0])
+            store(out_ptr, stage.load(lay), row0, r0, rows, col, stride, BN, VEC)
+    else:
+        store(out_ptr, x, row0, r0, rows, col, stride, BN, VEC)

@@ -19,6 +19,7 @@ from moe_ops.quant.scale_layout import to_layout
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
 if HOPPER:
+    from moe_ops.gemm import grouped_hopper
     from moe_ops.gemm.grouped_hopper import launch_hopper
     from moe_ops.gemm.grouped_stream import launch_stream
 
@@ -118,6 +119,77 @@ def test_tiles_handed_out_give_the_same_bits(rows):
     offsets = int32([0, rows // 7, rows // 7, rows // 2, rows - 1, rows])
     results = [run("hopper", args, None, nan(rows, 768), offsets, counter=c) for c in (None, int32([0]))]
     assert torch.equal(*results)
+
+
+LINES = {
+    "edges": [64, 65, 127, 128, 0, 129, 192, 193, 1, 0],
+    "all tails": [3, 64, 1, 30],
+    "tails of every second": [200, 140] * 40,
+    "more tails than are deferred": [40] * 200,
+    "one expert": [300],
+    "none": [0, 0],
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["in turn", "handed out"])
+@pytest.mark.parametrize("counts", LINES.values(), ids=LINES.keys())
+def test_deferred_tails_give_the_same_bits(monkeypatch, counts, dynamic):
+    """Tails of at most 64 rows at the end of the line, one round of them, several, none: who computes a tile, and when, decides no bit."""
+    rows, filled = sum(counts) + 5, sum(counts)
+    args, offsets = operands(rows, len(counts), 768, 384), offsets_of(counts)
+    results = []
+    for rounds in (0, 1, 3):
+        monkeypatch.setattr(grouped_hopper, "DEFER", rounds)
+        results.append(run("hopper", args, None, nan(rows, 768), offsets, counter=int32([0]) if dynamic else None))
+    assert torch.isnan(results[1][filled:]).all() and not torch.isnan(results[1][:filled]).any()
+    assert all(torch.equal(r[:filled], results[0][:filled]) for r in results)
+    assert filled == 0 or relative_error(results[1][:filled], plain(args, None, offsets, rows)[:filled]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gather", [False, True], ids=["rows", "gathered"])
+@pytest.mark.parametrize("counts", LINES.values(), ids=LINES.keys())
+def test_boxed_stores_give_the_same_bits(monkeypatch, counts, gather, dtype):
+    """TMA writes whole boxes: rows of other experts, and of none, keep what they hold; repeated launches agree."""
+    rows, filled, n = sum(counts) + 70, sum(counts), 512
+    args, offsets, bias = operands(rows, len(counts), n, 256), offsets_of(counts), torch.randn(len(counts), n, device="cuda")
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).to(torch.int32).cuda() if gather else None
+    results = []
+    for boxed in ((), (1, 2), (1, 2), (1, 2)):
+        monkeypatch.setattr(grouped_hopper, "BOXED", boxed)
+        out = torch.full((rows + 8, n), 7.0, dtype=dtype, device="cuda")
+        launch_hopper("test", *args, bias, out[4:-4], None, offsets, order, 1)
+        results.append(out)
+    assert (results[1][:4] == 7).all() and (results[1][4 + filled :] == 7).all()
+    assert all(torch.equal(r.view(torch.int16), results[0].view(torch.int16)) for r in results)
+
+
+def test_boxed_stores_of_masked_rows(monkeypatch):
+    """Each expert's free rows stay untouched."""
+    q = quantize(uneven((4, 200, 256), seed=3).cuda(), "fp8_block")
+    w = quantize_weight(uneven((4, 512, 256), seed=2).cuda(), "fp8_block")
+    counts, results = int32([200, 0, 64, 130]), []
+    for boxed in ((), (1, 2)):
+        monkeypatch.setattr(grouped_hopper, "BOXED", boxed)
+        out = torch.full((4, 200, 512), 7.0, dtype=torch.bfloat16, device="cuda")
+        launch_hopper("test", q.data.view(torch.uint8), q.scale, w.data.view(torch.uint8), w.scale, None, out, None, counts, None, 1)
+        results.append(out)
+    assert torch.equal(*results) and (out[1] == 7).all() and (out[2, 64:] == 7).all() and (out[3, 130:] == 7).all()
+
+
+@pytest.mark.parametrize("rule", ["fp32", "folded"])
+@pytest.mark.parametrize("counts", [[40, 200, 64], [128, 65, 256]], ids=str)
+def test_fused_boxed_stores_give_the_same_bits(monkeypatch, counts, rule):
+    rows, i = sum(counts) + 70, 256
+    args, offsets, results = operands(rows, 3, 2 * i, 256), offsets_of(counts), []
+    for boxed, rounds in (((), 0), ((1, 2), 0), ((1, 2), 1)):
+        monkeypatch.setattr(grouped_hopper, "BOXED", boxed)
+        monkeypatch.setattr(grouped_hopper, "DEFER", rounds)
+        bits, scale = torch.full((rows, i), 3, dtype=torch.uint8, device="cuda"), torch.full((rows, i // 128), 7.0, device="cuda")
+        grouped_act_into(*args, None, offsets, None, 1, *SILU, bits, scale, rule, kernel="hopper")
+        results.append((bits, scale))
+    assert (results[1][0][sum(counts) :] == 3).all()
+    assert all(torch.equal(a, b) for r in results for a, b in zip(r, results[0], strict=True))
 
 
 @pytest.mark.parametrize("e", [200, 257, 512])
