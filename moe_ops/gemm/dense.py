@@ -1,6 +1,6 @@
 """Dense GEMM, split over K where that fills the machine: out = a @ w^T (+ bias + residual), for FP8 block scaling, MXFP8 and 16-bit operands.
 
-For the linear layers around the experts at few rows, where time is the reading of the weights. Large products are left to others.
+For the linear layers around the experts: at few rows, where time is the reading of the weights, and on SM90 in fp8_block at many.
 """
 
 import torch
@@ -106,7 +106,7 @@ def dense_gemm_into(
     """Launch the kernels on `out`; allocates nothing where a workspace is given. Arguments as the op's, see `dense_gemm`."""
     op = "dense_gemm"
     rows, k = a.shape
-    cfg, quantized, need = needs(op, a, w, fmt, rule, config)
+    cfg, quantized, need = needs(op, a, w, fmt, rule, config, residual, out)
     quantizes = any(quantized)
     if workspace is None:
         workspace = a.new_empty(need, dtype=torch.uint8)
@@ -122,6 +122,14 @@ def dense_gemm_into(
             scale = carve(workspace, quantized[0], (rows, k // 32), torch.uint8)
         quantize_into(a, data, scale, None, fmt, rule)
         a, a_scale, rule = data, scale, "given"
+    if cfg is None:
+        from moe_ops.gemm.grouped_hopper import launch_hopper
+
+        if a_scale is None or w_scale is None:
+            raise ValueError(f"{op}: quantized operands need scales")
+        added = None if bias is None else bias[None]
+        launch_hopper(op, a, a_scale, w[None], w_scale, added, out, None, None, None, 1, early=quantizes)
+        return
     part = workspace[sum(quantized) : need].view(torch.float32) if need > sum(quantized) else None
     if cfg.programs:
         from moe_ops.gemm.dense_stream import launch_dense_stream
@@ -160,7 +168,7 @@ def _out_ref(
     residual: torch.Tensor | None, fmt: str, rule: str, out: torch.Tensor, workspace: torch.Tensor | None = None, config: list[int] | None = None,
 ) -> None:  # fmt: skip
     if workspace is not None:  # used by none, and yet an error here as on a GPU
-        check_workspace("dense_gemm", workspace, needs("dense_gemm", a, w, fmt, rule, config)[2])
+        check_workspace("dense_gemm", workspace, needs("dense_gemm", a, w, fmt, rule, config, residual, out)[2])
     out.copy_(dense_gemm_ref(a, a_scale, w, w_scale, bias, residual, fmt, rule, out.dtype))
 
 

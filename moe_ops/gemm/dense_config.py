@@ -1,13 +1,13 @@
 """Configs of the dense and the batched GEMM: one frozen dataclass, one legality function, one heuristic that needs no database."""
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
-from moe_ops.gemm.grouped_config import tile_reason
+from moe_ops.gemm.grouped_config import HOPPER_ROWS, tile_reason
 
 #: K that one split holds at least, and the unit in which K is shared: a scale block of fp8_block, four of mxfp8.
 SPLIT_UNIT = 128
@@ -236,6 +236,50 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
     if split > 1:
         time += 1.5 + 8.0 * split * problem.batch * problem.rows * problem.n / (arch.sms * 20e3)
     return time
+
+
+#: The time of a step of 128 along K of a tile of 128 x 256 by the kernel with warp roles, and of what comes before and after; a tile of at most 64
+#: rows takes TAIL of it (H200, 2026-11-30: 49 us a tile at K = 7168).
+ROLES_STEP_US, ROLES_TILE_US, ROLES_TAIL = 0.875, 2.0, 0.6
+#: The plain Triton kernel's time over `estimate_us` at more than 128 rows: 0.52 to 0.63 at M = 2048, N x K = 1536 x 7168, 7168 x 16384 and
+#: 9216 x 4096 (79.6, 591 and 190 us; H200, 2026-11-30).
+PLAIN_SHARE = 0.6
+
+
+def roles_us(problem: DenseGemmProblem, arch: Arch) -> float:
+    """Rough time of the prefill kernel with warp roles: rounds of tiles, the last one of halves where it fills at most half of the programs."""
+    tiles = ceil_div(problem.rows, 128) * (problem.n // 256)
+    programs = max(1, min(arch.sms, 2 * tiles))
+    rounds, last = divmod(tiles, programs)
+    rest = 0.0 if last == 0 else ROLES_TAIL if 2 * last <= programs else 1.0
+    return 3.0 + (rounds + rest) * (ROLES_TILE_US + problem.k // 128 * ROLES_STEP_US)
+
+
+def roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
+    """None where the grouped GEMM's prefill kernel with warp roles computes `problem` as that of one expert, else why not.
+
+    Equal for all M up to the same power of two, as the heuristic; it adds no residual and writes a contiguous out.
+    """
+    if problem.batch > 1 or not problem.aligned:
+        return "the Gluon kernels are behind dense_gemm alone"
+    if problem.fmt != "fp8_block":
+        return "the Gluon kernels take fp8_block"
+    if not arch.has_wgmma:
+        return "the Gluon kernels are for SM90"
+    if problem.fused or problem.rows <= 128:
+        return "the kernel with warp roles is for more than 128 rows"
+    if problem.rows >= HOPPER_ROWS:
+        return f"the kernel with warp roles takes fewer than {HOPPER_ROWS} rows"
+    if problem.n == 0 or problem.n % 256 or problem.k % 128:
+        return "the kernel with warp roles wants N % 256 == 0 and K % 128 == 0"
+    return _roles_reason(replace(problem, rows=1 << (problem.rows - 1).bit_length()), arch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
+    cfg = _heuristic(problem, arch)
+    plain, roles = PLAIN_SHARE * estimate_us(cfg, cfg.split, problem, arch), roles_us(problem, arch)
+    return None if roles < plain else f"the kernel with warp roles has too few tiles: about {roles:.0f} us against {plain:.0f}"
 
 
 def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]:

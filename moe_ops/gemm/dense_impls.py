@@ -9,7 +9,16 @@ from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.cutlass_gemm import cutlass_dense
 from moe_ops.gemm.deep_gemm import deep_gemm_dense, dense_plan, dense_reason, refuse_traced
 from moe_ops.gemm.dense import dense_gemm_ref
-from moe_ops.gemm.dense_config import FUSED_COLUMNS, FUSED_ROWS, STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, heuristic, quantizes_inside
+from moe_ops.gemm.dense_config import (
+    FUSED_COLUMNS,
+    FUSED_ROWS,
+    STREAM_WIDTHS,
+    DenseGemmConfig,
+    DenseGemmProblem,
+    heuristic,
+    quantizes_inside,
+    roles_reason,
+)
 from moe_ops.gemm.grouped_impls import operand_words, torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.gemm.torch_scaled import scaled_mm, scaled_mm_reason
@@ -39,7 +48,10 @@ def config_words(config: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch)
     if config.programs:
         return f"at most {MOST_ROWS} quantized rows on SM90; {config.programs} programs by the estimate of its time"
     split = f"; K in {config.split} parts by the estimate of its time" if config.split > 1 else ""
-    return f"{gluon_reason(problem, arch) or 'no config of the Gluon kernel fits'}; {operand_words(config)}{split}"
+    against = gluon_reason(problem, arch) or "no config of the Gluon kernel fits"
+    if problem.rows > MOST_ROWS and problem.fmt == "fp8_block" and arch.has_wgmma and problem.aligned:
+        against += f"; {roles_reason(problem, arch) or 'and the one with warp roles adds no residual and writes contiguous rows'}"
+    return f"{against}; {operand_words(config)}{split}"
 
 
 def _triton_plan(p: Problem, where: Where) -> str:
@@ -55,6 +67,10 @@ def _triton_plan(p: Problem, where: Where) -> str:
     elif p.unquantized:
         over = f"{p.rows} rows, more than {FUSED_ROWS}" if p.rows > FUSED_ROWS else f"{p.n} columns, more than {FUSED_COLUMNS}"
         quantizes = f"; after a kernel that quantizes: {over}"
+    if roles_reason(problem, where.arch) is None:
+        tile = "128 rows x 256 weight rows a tile, 4 stages, 1 program an SM"
+        why = f"more than {MOST_ROWS} quantized rows on SM90, by the estimate of its time{quantizes}"
+        return f"Gluon kernel with warp roles, {tile}; {why}; with a residual, or an out whose rows lie apart, {kernel}, {config}"
     return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}; {config_words(config, problem, where.arch)}{quantizes}"
 
 

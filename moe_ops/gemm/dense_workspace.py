@@ -2,8 +2,9 @@
 
 import torch
 
+from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import ceil_div
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose, part_bytes, quantizes_inside
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose, part_bytes, quantizes_inside, roles_reason
 
 
 def quantized_bytes(rows: int, k: int, fmt: str) -> tuple[int, int]:
@@ -18,9 +19,11 @@ def rows_aligned(a: torch.Tensor) -> bool:
 
 
 def needs(
-    op: str, a: torch.Tensor, w: torch.Tensor, fmt: str, rule: str, config: list[int] | None
-) -> tuple[DenseGemmConfig, tuple[int, int], int]:  # fmt: skip
+    op: str, a: torch.Tensor, w: torch.Tensor, fmt: str, rule: str, config: list[int] | None, residual: torch.Tensor | None, out: torch.Tensor
+) -> tuple[DenseGemmConfig | None, tuple[int, int], int]:  # fmt: skip
     """How `dense_gemm_into` runs: (config, bytes of data and of scales that it quantizes before the GEMM, bytes of workspace in all).
+
+    The config is None where the prefill kernel with warp roles runs, see `dense_config.roles_reason`.
 
     Raises:
         ValueError: a pinned config that cannot run this.
@@ -29,7 +32,10 @@ def needs(
     quantized = quantized_bytes(rows, k, fmt) if rule != "given" and not quantizes_inside(rows, n) else (0, 0)
     quantizes = any(quantized)
     aligned = k % 16 == 0 and w.data_ptr() % 16 == 0 and (quantizes or rows_aligned(a))
-    cfg = choose(op, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and not quantizes, aligned), a.device, config)
+    problem = DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and not quantizes, aligned)
+    if config is None and residual is None and out.is_contiguous() and roles_reason(problem, arch_of(a.device)) is None:
+        return None, quantized, sum(quantized)
+    cfg = choose(op, problem, a.device, config)
     return cfg, quantized, sum(quantized) + part_bytes(cfg, rows, n, k)
 
 

@@ -40,12 +40,15 @@ def expert_fill(offsets_ptr, rows, capacity, E: gl.constexpr, MASKED: gl.constex
     Offsets and order may be read before the predecessor has ended: from L2, because L1 may hold what was there before.
     """
     e = gl.arange(0, layout.size_per_thread[0] * 32 * layout.warps_per_cta[0], layout)
-    low = gl.load(offsets_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
-    if MASKED:
-        filled = gl.minimum(gl.maximum(low, 0), capacity)
+    if offsets_ptr is None:
+        filled = gl.where(e == 0, rows, 0)
     else:
-        high = gl.load(offsets_ptr + e + 1, mask=e < E, other=0, cache_modifier=".cg")
-        filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - gl.minimum(gl.maximum(low, 0), rows), 0)
+        low = gl.load(offsets_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
+        if MASKED:
+            filled = gl.minimum(gl.maximum(low, 0), capacity)
+        else:
+            high = gl.load(offsets_ptr + e + 1, mask=e < E, other=0, cache_modifier=".cg")
+            filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - gl.minimum(gl.maximum(low, 0), rows), 0)
     return e, filled
 
 
@@ -85,15 +88,19 @@ def find_tile(keys, m):
 
 @gluon.jit
 def expert_rows(offsets_ptr, e, rows, capacity, MASKED: gl.constexpr):
-    """(first row, rows) of expert `e`, clamped: counts of masked rows, offsets of packed ones."""
-    low = gl.load(offsets_ptr + e, cache_modifier=".cg")
-    if MASKED:
-        first = e * capacity
-        filled = gl.minimum(gl.maximum(low, 0), capacity)
+    """(first row, rows) of expert `e`, clamped: counts of masked rows, offsets of packed ones, or None: one expert has all rows."""
+    if offsets_ptr is None:
+        first = e * 0
+        filled = rows
     else:
-        first = gl.minimum(gl.maximum(low, 0), rows)
-        high = gl.load(offsets_ptr + e + 1, cache_modifier=".cg")
-        filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - first, 0)
+        low = gl.load(offsets_ptr + e, cache_modifier=".cg")
+        if MASKED:
+            first = e * capacity
+            filled = gl.minimum(gl.maximum(low, 0), capacity)
+        else:
+            first = gl.minimum(gl.maximum(low, 0), rows)
+            high = gl.load(offsets_ptr + e + 1, cache_modifier=".cg")
+            filled = gl.maximum(gl.minimum(gl.maximum(high, 0), rows) - first, 0)
     return first, filled
 
 

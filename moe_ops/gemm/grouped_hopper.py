@@ -318,14 +318,14 @@ _BOX16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 
 def launch_hopper(
     op: str, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
-    out_scale: torch.Tensor | None, offsets: torch.Tensor, order: torch.Tensor | None, top_k: int,
+    out_scale: torch.Tensor | None, offsets: torch.Tensor | None, order: torch.Tensor | None, top_k: int,
     act_kind: str = "silu", alpha: float = 1.0, limit: float = math.inf, up_offset: float = 0.0, rule: str = "fp32",
     counter: torch.Tensor | None = None, early: bool = False,
 ) -> None:  # fmt: skip
     """Launch on given buffers: with `out_scale` the fused GEMM1, without it the plain product in out's dtype.
 
     Args:
-        offsets: (E + 1,) for a (R, K), or counts (E,) for a (E, capacity, K).
+        offsets: (E + 1,) for a (R, K), or counts (E,) for a (E, capacity, K), or None for one expert that has all rows.
         counter: one int32 that is 0, or None: then tiles are shared out in turn.
         early: see `grouped_stream.launch_stream`.
     """

@@ -37,6 +37,18 @@ def _stream(block_m: int, block_n: int, stages: int, programs: int):
     return call
 
 
+def _roles(rule: str):
+    def call():
+        rows, n, k = 2048, 1536, 7168
+        a, sa = torch.zeros((rows, k), dtype=torch.uint8), torch.ones((rows, k // 128))
+        if rule != "given":
+            a, sa = torch.zeros((rows, k), dtype=torch.bfloat16), None
+        w, sw, bias = torch.zeros((n, k), dtype=torch.uint8), torch.ones((n // 128, k // 128)), torch.zeros(n)
+        _dense_gemm_triton(a, sa, w, sw, bias, None, "fp8_block", rule, torch.bfloat16)
+
+    return call
+
+
 COMPILE_CASES = [
     (f"dense {fmt} rows={rows} K={k} N={n} {rule}", _call(fmt, rows, rule, k, n))
     for fmt, rule in (
@@ -58,7 +70,9 @@ COMPILE_CASES += [
     )
     for programs in (1, 5)
 ]
+COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
 EXPECT = {
+    "_grouped_gemm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", r"cp\.async\.bulk\.tensor\.2d\.global"]},
     "_dense_stream_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3", r"setmaxnreg|maxnreg"]},
     "_dense_gemm_kernel": {
         90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
@@ -66,4 +80,5 @@ EXPECT = {
         120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
     },
 }
+SPILLS = {"_grouped_gemm_hopper_kernel": (64, "the producer keeps what belongs to a tile, not to a step, in local memory")}
 ONLY = {"_dense_stream_kernel": (90,), "_stream_reduce_kernel": (90,)}

@@ -11,7 +11,16 @@ from moe_ops.core.arch import arch_of_capability
 from moe_ops.core.formats import as_bytes
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.dense import _dense_gemm_triton, dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, quantizes_inside, search_space, shared_bytes
+from moe_ops.gemm.dense_config import (
+    DenseGemmConfig,
+    DenseGemmProblem,
+    heuristic,
+    is_legal,
+    quantizes_inside,
+    roles_reason,
+    search_space,
+    shared_bytes,
+)
 from moe_ops.quant.fold import fold_weight
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 5e-4}
@@ -319,3 +328,18 @@ def test_search_space_is_legal_and_not_empty():
             problem = DenseGemmProblem(m, 1, 576, 7168, fmt)
             space = search_space(problem, arch)
             assert space and all(is_legal(c, problem, arch) is None for c in space) and len(set(space)) == len(space)
+
+
+@pytest.mark.parametrize("k", [512, 4096, 16384])
+def test_choice_of_the_kernel_with_warp_roles(k):
+    """It needs a Hopper GPU, whole tiles and scale blocks, and tiles enough; one answer for all M up to the same power of two."""
+    hopper = arch_of_capability(90)
+
+    def takes(rows, n=7168, k=k, fmt="fp8_block", arch=hopper, **more):
+        return roles_reason(DenseGemmProblem(rows, 1, n, k, fmt, **{"aligned": True, **more}), arch) is None
+
+    assert takes(8192) and takes(2048) and not takes(128) and not takes(256, n=256, k=16384)
+    assert not takes(2048, n=7168 + 128) and not takes(2048, k=k + 16) and not takes(2048, fmt="mxfp8") and not takes(2048, fused=True)
+    assert not takes(2048, aligned=False) and not takes(2048, arch=arch_of_capability(100)) and not takes(2**27) and not takes(2048, n=0)
+    for n in (256, 1536, 9216):
+        assert len({takes(rows, n) for rows in (513, 600, 1000, 1024)}) == 1

@@ -7,6 +7,7 @@ from moe_ops import dense_gemm, make_qtensor, quantize, quantize_weight
 from moe_ops.core.numerics import relative_error
 from moe_ops.gemm.dense import dense_gemm_workspace
 from moe_ops.gemm.dense_config import DenseGemmConfig
+from moe_ops.quant.scale_layout import to_layout
 
 pytestmark = pytest.mark.gpu
 LINEARS = [(1536, 7168), (576, 7168), (2112, 7168), (24576, 1536), (7168, 16384), (9216, 4096), (4096, 8192)]
@@ -93,3 +94,27 @@ def test_addr_weights_beyond_two_gib():
         first = n - 96  # a multiple of 128, so that the tail has scale rows of its own
         tail = make_qtensor(w[first:], q.scale[first // 128 :].contiguous(), "fp8_block")
         assert first % 128 == 0 and relative_error(out[:, first:], dense_gemm(x, tail, out_dtype=torch.float32, impl="torch")) <= 3e-3
+
+
+@pytest.mark.parametrize("m", [129, 300, 1024, 2048])
+@pytest.mark.parametrize("n,k", [(7168, 2048), (1536, 7168), (9216, 4096)])
+def test_many_rows(n, k, m):
+    """Rows far apart, scales in both orders, 16-bit activations, out in three dtypes; a residual and an out with gaps take the other kernel."""
+    x, w = operands("fp8_block", m, n, k)
+    bias, residual = torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    q = quantize(x, "fp8_block")
+    want = dense_gemm(q, w, bias=bias, out_dtype=torch.float32, impl="torch")
+    wide = torch.zeros(m, k + 128, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    wide[:, :k].copy_(q.data)
+    apart = make_qtensor(wide[:, :k], q.scale, "fp8_block", weight=False)
+    for dtype, bound in ((torch.float32, 5e-4), (torch.bfloat16, 4e-3), (torch.float16, 2e-3)):
+        got = dense_gemm(q, w, bias=bias, out_dtype=dtype)
+        assert relative_error(got, want) <= bound
+        for a in (x, apart, to_layout(q, "mn_major")):
+            assert torch.equal(got, dense_gemm(a, w, bias=bias, out_dtype=dtype))
+    sliced = torch.full((m, n + 64), 7.0, device="cuda", dtype=torch.bfloat16)
+    dense_gemm(x, w, bias=bias, out=sliced[:, :n])
+    assert relative_error(sliced[:, :n], want) <= 4e-3 and (sliced[:, n:] == 7).all()
+    assert relative_error(dense_gemm(x, w, bias=bias, residual=residual), want + residual.float()) <= 4e-3
+    out, workspace = torch.empty(m, n, device="cuda", dtype=torch.bfloat16), dense_gemm_workspace(m, w)
+    assert torch.equal(dense_gemm(x, w, bias=bias, out=out, workspace=workspace), dense_gemm(x, w, bias=bias))

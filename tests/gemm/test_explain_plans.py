@@ -7,7 +7,7 @@ import pytest
 from moe_ops import explain
 from moe_ops.core.arch import arch_of_capability
 from moe_ops.gemm import dense_impls, grouped_impls
-from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
+from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic, roles_reason
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, hopper_kernel, stream_tile
 
 HOPPER = arch_of_capability(90)
@@ -44,6 +44,13 @@ LINEAR = dict(op="dense_gemm", rows=8, n=1536, k=7168)
         ),
         ({**LINEAR, "n": 576, "rows": 17, "unquantized": True}, "sm90", ["after a kernel that quantizes: 17 rows, more than 16"]),
         ({**LINEAR, "rows": 200}, "sm90", ["Triton kernel, DenseGemmConfig(", "the Gluon kernel takes at most 128 rows"]),
+        ({**LINEAR, "rows": 200}, "sm90", ["the kernel with warp roles has too few tiles"]),
+        ({**LINEAR, "rows": 2048, "n": 1600}, "sm90", ["Triton kernel, DenseGemmConfig(", "wants N % 256 == 0 and K % 128 == 0"]),
+        (
+            {**LINEAR, "rows": 2048, "unquantized": True},
+            "sm90",
+            ["Gluon kernel with warp roles, 128 rows x 256", "with a residual, or an out whose rows lie apart, Triton", "2048 rows, more than 16"],
+        ),
         (LINEAR, "sm90", ["at most 128 quantized rows on SM90; 72 programs by the estimate of its time"]),
         ({**LINEAR, "format": "plain"}, "sm90", ["the Gluon kernel takes fp8_block"]),
         ({**LINEAR, "k": 7176}, "sm90", ["the Gluon kernel wants K % 16 == 0"]),
@@ -89,3 +96,6 @@ def test_words_of_the_dense_gemm_agree_with_its_choice(fmt, fused):
         problem = DenseGemmProblem(rows, 1, n, k, fmt, fused, True)
         against = dense_impls.gluon_reason(problem, arch)
         assert (against is None) == bool(heuristic(problem, arch).programs), (problem, against)
+        if fmt == "fp8_block" and not fused:
+            plan = explain("dense_gemm", rows=rows, n=n, k=k, device=f"sm{capability}")["triton"].plan
+            assert (roles_reason(problem, arch) is None) == plan.startswith("Gluon kernel with warp roles")
