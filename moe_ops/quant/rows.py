@@ -73,10 +73,11 @@ def row_arguments(
         x, counts, data, scale, rows, experts, padded_rows(rows, layout) - rows,
         x.stride(0) if masked else 0, x.stride(-2), data.stride(0) if masked else 0, data.stride(-2), stride_se, stride_sm, stride_sb,
     )  # fmt: skip
+    filled = ("all" if masked else "run") if counts is None else "masked" if masked else "packed"
     meta = {
         "K": k, "GROUP": group, "RULE": rule, "LAYOUT": layout,
-        "COUNTS": "all" if counts is None else "masked" if masked else "packed", "NUM_COUNTS": 0 if counts is None else counts.numel(),
-        "BLOCK_R": config.block_r, "GROUPS": config.columns // group, "num_warps": config.warps, "enable_fp_fusion": False,
+        "COUNTS": filled, "NUM_COUNTS": 0 if counts is None else counts.numel(),
+        "BLOCK_R": config.block_r, "GROUPS": config.columns // group, "STAGES": config.stages, "num_warps": config.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     return (min(tiles, arch.sms * config.programs),), args, meta
 

@@ -97,6 +97,30 @@ def test_quotients_at_the_ties_of_e4m3(mode, device):
     check(device, x * 2.0**-117, mode)  # at the smallest scale
 
 
+@pytest.mark.parametrize("mode", FORMATS, ids=" ".join)
+@pytest.mark.parametrize("power", (0, -118, 100, 126), ids="2^{}".format)
+def test_every_pair_of_bf16_mantissas(mode, power, device):
+    """CAST: each mantissa as a block's maximum, with each mantissa of each exponent below it: all quotients that bf16 data can have.
+
+    The first power leaves everything normal; scales then come to their bound, to reciprocals near 2^-100, and to reciprocals whose
+    remainder is subnormal.
+    """
+    mantissa = 1 + torch.arange(128) / 128
+    below = torch.cat([mantissa * 2.0**-e for e in range(20)])
+    x = torch.where(below > mantissa[:, None], below / 2, below)
+    x[:, ::128] = mantissa[:, None]
+    # the maxima stand where the mantissa 1 of each exponent was: once more, moved by a column
+    y = torch.where(below.roll(1) > mantissa[:, None], below.roll(1) / 2, below.roll(1))
+    y[:, ::128] = mantissa[:, None]
+    check(device, (torch.cat([x, -y]) * 2.0**power).bfloat16(), mode, RowConfig(4))
+
+
+@pytest.mark.parametrize("mode", FORMATS, ids=" ".join)
+def test_stages_change_no_byte(mode, device):
+    for dtype in (torch.bfloat16, torch.float32):
+        check(device, hard((37, 1056), dtype), mode, RowConfig(2, stages=3))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
 def test_random_patterns_at_real_sizes(mode, device):
