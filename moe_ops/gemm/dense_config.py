@@ -258,7 +258,7 @@ def roles_us(problem: DenseGemmProblem, arch: Arch) -> float:
 def roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
     """None where the grouped GEMM's prefill kernel with warp roles computes `problem` as that of one expert, else why not.
 
-    Equal for all M up to the same power of two, as the heuristic; it adds no residual and writes a contiguous out.
+    Equal for all M up to the same power of two, as the heuristic; it adds no residual, and out must lie on the 16-byte grid.
     """
     if problem.batch > 1 or not problem.aligned:
         return "the Gluon kernels are behind dense_gemm alone"

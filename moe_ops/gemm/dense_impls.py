@@ -50,7 +50,7 @@ def config_words(config: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch)
     split = f"; K in {config.split} parts by the estimate of its time" if config.split > 1 else ""
     against = gluon_reason(problem, arch) or "no config of the Gluon kernel fits"
     if problem.rows > MOST_ROWS and problem.fmt == "fp8_block" and arch.has_wgmma and problem.aligned:
-        against += f"; {roles_reason(problem, arch) or 'and the one with warp roles adds no residual and writes contiguous rows'}"
+        against += f"; {roles_reason(problem, arch) or 'and the one with warp roles adds no residual and wants out on the 16-byte grid'}"
     return f"{against}; {operand_words(config)}{split}"
 
 
@@ -70,7 +70,7 @@ def _triton_plan(p: Problem, where: Where) -> str:
     if roles_reason(problem, where.arch) is None:
         tile = "128 rows x 256 weight rows a tile, 4 stages, 1 program an SM"
         why = f"more than {MOST_ROWS} quantized rows on SM90, by the estimate of its time{quantizes}"
-        return f"Gluon kernel with warp roles, {tile}; {why}; with a residual, or an out whose rows lie apart, {kernel}, {config}"
+        return f"Gluon kernel with warp roles, {tile}; {why}; with a residual, or an out off the 16-byte grid, {kernel}, {config}"
     return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}; {config_words(config, problem, where.arch)}{quantizes}"
 
 

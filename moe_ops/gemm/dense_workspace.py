@@ -33,7 +33,8 @@ def needs(
     quantizes = any(quantized)
     aligned = k % 16 == 0 and w.data_ptr() % 16 == 0 and (quantizes or rows_aligned(a))
     problem = DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and not quantizes, aligned)
-    if config is None and residual is None and out.is_contiguous() and roles_reason(problem, arch_of(a.device)) is None:
+    roomy = out.data_ptr() % 16 == 0 and out.stride(0) % 16 == 0 and out.stride(0) >= n
+    if config is None and residual is None and roomy and roles_reason(problem, arch_of(a.device)) is None:
         return None, quantized, sum(quantized)
     cfg = choose(op, problem, a.device, config)
     return cfg, quantized, sum(quantized) + part_bytes(cfg, rows, n, k)

@@ -171,7 +171,7 @@ def _producer(
 @gluon.jit
 def _consumer(
     WG: gl.constexpr, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
-    stage_bufs, amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
+    stage_bufs, amax_bufs, amax_bars, stride_om, zero, alpha, lowest, limit, up_offset,
     N: gl.constexpr, K: gl.constexpr, STEP_N: gl.constexpr, HALF: gl.constexpr, GATHER: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr,
     RULE: gl.constexpr, STAGES: gl.constexpr, BOXED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -213,12 +213,12 @@ def _consumer(
                 else:
                     q, scale = quantized(h, row_amax(h))
                 gl.store(out_scale_ptr + (row0 + offs).to(gl.int64) * (I // 128) + n, scale, mask=offs < rows)
-                store_tile(out_ptr, out_desc, stage_bufs.index(WG), q, row0, WG * 64, rows, n * 128, I, 128, 16, BOXED)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), q, row0, WG * 64, rows, n * 128, stride_om, 128, 16, BOXED)
             else:
                 y = acc0.to(out_ptr.dtype.element_ty)
-                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, WG * 64, rows, n * STEP_N, N, 128, 8, BOXED)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, WG * 64, rows, n * STEP_N, stride_om, 128, 8, BOXED)
                 y = acc1.to(out_ptr.dtype.element_ty)
-                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, WG * 64, rows, n * STEP_N + 128, N, 128, 8, BOXED)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, WG * 64, rows, n * STEP_N + 128, stride_om, 128, 8, BOXED)
         elif rows > 0:
             if FUSED:
                 gate, up, it = scaled_products(
@@ -249,13 +249,13 @@ def _consumer(
                 offs_n = gl.arange(0, 64, gl.SliceLayout(1, narrow))
                 if WG == 0:
                     gl.store(out_scale_ptr + (row0 + offs_n).to(gl.int64) * (I // 128) + n, scale_n, mask=offs_n < rows)
-                store(out_ptr, q_n, row0, 0, rows, n * 128 + WG * 64, I, 64, 16)
+                store(out_ptr, q_n, row0, 0, rows, n * 128 + WG * 64, stride_om, 64, 16)
             else:
                 half, it = scaled_product(a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, use_acc, it, WG, KB, STAGES, GATHER, wide)
                 if bias_ptr is not None:
                     half = biased(half, bias_ptr + bias0 + WG * 128, 128, wide)
                 y = half.to(out_ptr.dtype.element_ty)
-                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, 0, rows, n * STEP_N + WG * 128, N, 128, 8, BOXED)
+                store_tile(out_ptr, out_desc, stage_bufs.index(WG), y, row0, 0, rows, n * STEP_N + WG * 128, stride_om, 128, 8, BOXED)
     if BOXED:
         tma_store_wait(0)
 
@@ -263,7 +263,7 @@ def _consumer(
 @gluon.jit(do_not_specialize=["rows_total", "a_rows_total", "capacity", "stride_sam", "stride_sak", "zero", "alpha", "lowest", "limit", "up_offset"])
 def _grouped_gemm_hopper_kernel(
     a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_desc, out_scale_ptr, offsets_ptr, order_ptr, counter_ptr,
-    rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak, zero, alpha, lowest, limit, up_offset,
+    rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak, stride_om, zero, alpha, lowest, limit, up_offset,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, MASKED: gl.constexpr,
     FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     DEFER: gl.constexpr, BOXED: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
@@ -279,7 +279,7 @@ def _grouped_gemm_hopper_kernel(
     sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 128], flat)
     sw_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 4], flat)
     tiles = gl.allocate_shared_memory(gl.int32, [2, 4], flat)
-    amax_bufs = gl.allocate_shared_memory(gl.float32, [4, 64 if FUSED else 1], flat)  # the staging leaves no kilobyte unused
+    amax_bufs = gl.allocate_shared_memory(gl.float32, [4, 64 if FUSED else 1], flat)  # the staging of plain products leaves no kilobyte free
     stage_bufs = amax_bufs
     if BOXED:
         stage_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, 64, 128], out_desc.layout)
@@ -298,10 +298,10 @@ def _grouped_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
-                         tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
+                         tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, stride_om, zero, alpha, lowest, limit, up_offset,
                          N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, BOXED, PDL)),
             (_consumer, (1, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
-                         tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, zero, alpha, lowest, limit, up_offset,
+                         tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, stride_om, zero, alpha, lowest, limit, up_offset,
                          N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, BOXED, PDL)),
             (_producer, (a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
                          tiles, tiles_full, tiles_empty, rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
@@ -325,6 +325,7 @@ def launch_hopper(
     """Launch on given buffers: with `out_scale` the fused GEMM1, without it the plain product in out's dtype.
 
     Args:
+        out: rows at one distance, of whole 16 elements.
         offsets: (E + 1,) for a (R, K), or counts (E,) for a (E, capacity, K), or None for one expert that has all rows.
         counter: one int32 that is 0, or None: then tiles are shared out in turn.
         early: see `grouped_stream.launch_stream`.
@@ -351,7 +352,7 @@ def launch_hopper(
         op, _grouped_gemm_hopper_kernel, (max(1, min(arch.sms, 2 * bound)),),
         operand, a_scale, TensorDescriptor.from_tensor(w.view(experts * n, k), [128, 128], _BOX), w_scale, bias,
         out, out_desc, out_scale, offsets, order, counter,
-        rows, a.shape[0], capacity, a.stride(0), *a_scale.stride(), 0, alpha, lowest, limit, up_offset,
+        rows, a.shape[0], capacity, a.stride(0), *a_scale.stride(), out.stride(0), 0, alpha, lowest, limit, up_offset,
         E=experts, E2=max(128, 1 << (experts - 1).bit_length()), N=n, K=k, TOP_K=top_k, GATHER=gather, MASKED=masked, FUSED=out_scale is not None,
         KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, DEFER=DEFER, BOXED=boxed, EARLY=early,
         num_warps=4, enable_fp_fusion=True,

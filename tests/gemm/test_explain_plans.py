@@ -49,7 +49,7 @@ LINEAR = dict(op="dense_gemm", rows=8, n=1536, k=7168)
         (
             {**LINEAR, "rows": 2048, "unquantized": True},
             "sm90",
-            ["Gluon kernel with warp roles, 128 rows x 256", "with a residual, or an out whose rows lie apart, Triton", "2048 rows, more than 16"],
+            ["Gluon kernel with warp roles, 128 rows x 256", "with a residual, or an out off the 16-byte grid, Triton", "2048 rows, more than 16"],
         ),
         (LINEAR, "sm90", ["at most 128 quantized rows on SM90; 72 programs by the estimate of its time"]),
         ({**LINEAR, "format": "plain"}, "sm90", ["the Gluon kernel takes fp8_block"]),
