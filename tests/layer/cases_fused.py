@@ -25,4 +25,4 @@ def _call(fmt: str, tokens: int):
 
 
 COMPILE_CASES = [(f"fused {fmt} T={t}", _call(fmt, t)) for fmt in ("fp8_block", "mxfp8", "mxfp8_folded", "plain") for t in (2, 1000)]
-SPILLS = {"_grouped_gemm_hopper_kernel": (72, "the producer keeps what belongs to a tile, not to a step, in local memory, and a consumer its tails' addresses")}
+SPILLS = {"_grouped_gemm_hopper_kernel": (72, "what belongs to a tile, not to a step: most of it the producer's, two registers a consumer's")}
