@@ -3,14 +3,17 @@
     k_b_proj   q_nope (T, heads, 128)  x  w (heads, 512, 128)  ->  (T, heads, 512)
     v_b_proj   latent (T, heads, 512)  x  w (heads, 128, 512)  ->  (T, heads, 128)
 
-Heads are a stride, never a transposed copy. The kernels are those of `dense_gemm`, with one batch a head.
+Heads are a stride, never a transposed copy. On Hopper these two shapes have kernels of their own (bmm_few.py, bmm_hopper.py); the
+rest runs in those of `dense_gemm`, with one batch a head.
 """
 
 import torch
 
 from moe_ops.core import checks
+from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes
 from moe_ops.core.ops import register
+from moe_ops.gemm.bmm_config import few_parts, kernel_for
 from moe_ops.gemm.dense import OUT_DTYPES, check_config, check_dense, check_out, check_product, launch_dense, product_ref
 from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose
 
@@ -34,6 +37,19 @@ def bmm_into(
     """Launch a kernel on `out`; allocates nothing without a split. Arguments as the op's, see `bmm`."""
     tokens, heads, k = a.shape
     n = w.shape[1]
+    if config is None and w_scale is not None:
+        arch = arch_of(a.device)
+        kernel = kernel_for(a, w, fmt, arch)
+        if kernel == "few":
+            from moe_ops.gemm.bmm_few import launch_bmm_few
+
+            launch_bmm_few(a, a_scale, w, w_scale, out, rule, few_parts(heads, n, arch))
+            return
+        if kernel == "ring":
+            from moe_ops.gemm.bmm_hopper import launch_bmm_hopper
+
+            launch_bmm_hopper(a, a_scale, w, w_scale, out, rule)
+            return
     cfg = choose("bmm", DenseGemmProblem(tokens, heads, n, k, fmt, rule != "given"), a.device, config)
     part = a.new_empty((cfg.split, heads, tokens, n), dtype=torch.float32) if cfg.split > 1 else None
     scale = None if a_scale is None else a_scale.transpose(0, 1)

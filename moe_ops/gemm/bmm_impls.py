@@ -6,6 +6,7 @@ import torch
 
 from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.bmm import bmm_ref
+from moe_ops.gemm.bmm_config import FEW_TOKENS, few_parts, hopper_kernel, hopper_rows
 from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm, refuse_traced
 from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
 from moe_ops.gemm.dense_impls import config_words
@@ -18,6 +19,12 @@ def _triton_plan(p: Problem, where: Where) -> str:
     inside = "quantizing inside, " if p.unquantized else ""
     if p.pinned:
         return f"Triton kernel, {inside}the config given"
+    kernel = hopper_kernel(p.fmt, p.rows, p.groups, p.n, p.k, where.arch)
+    if kernel == "few":
+        parts = few_parts(p.groups, p.n, where.arch)
+        return f"Gluon kernel for few tokens, {inside}weights whole in shared memory, {parts} programs a head; at most {FEW_TOKENS} tokens"
+    if kernel == "ring":
+        return f"Gluon kernel with warp roles, {inside}{hopper_rows(p.rows)} rows a step, a head's weights kept; rows on 16-byte boundaries assumed"
     problem = DenseGemmProblem(p.rows, p.groups, p.n, p.k, p.fmt, p.unquantized)
     config = heuristic(problem, where.arch)
     quantizes = "; quantizes inside: bmm has no kernel before it" if p.unquantized else ""

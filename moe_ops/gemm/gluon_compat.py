@@ -14,6 +14,18 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 #: Copies by the threads of a partition (cp.async): `async_copy_global_to_shared` up to 3.7, `async_load` from 3.8 on.
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+#: Whether shared memory is read as another type by `reinterpret` (from 3.8 on) or by `_reinterpret`.
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def as_words(buf, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Shared memory seen as int32 (ROWS, COLUMNS)."""
+    if _REINTERPRETS:
+        words = buf.reinterpret(gl.int32, [ROWS, COLUMNS], layout)
+    else:
+        words = buf._reinterpret(gl.int32, [ROWS, COLUMNS], layout)
+    return words
 
 
 @gluon.jit
@@ -61,22 +73,11 @@ def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constex
 
 
 @gluon.jit
-def tile_line(offsets_ptr, rows, capacity, most, E: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
-    """The row tiles of 128 rows as a line, and the tiles that follow it: the tails of at most 64 rows of the last experts, `most` tails at most.
-
-    Returns:
-        line, late: (E2,) int32 in `layout`, keys for `find_tile`: the running sums of tiles in the line, and of the tails that follow it.
-        tiles, tails: sums of both.
-    """
+def tile_line(offsets_ptr, rows, capacity, E: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
+    """The row tiles of 128 rows, expert by expert: keys for `find_tile`, (E2,) int32 in `layout`, and how many there are, below 2^21."""
     e, filled = expert_fill(offsets_ptr, rows, capacity, E, MASKED, layout)
-    short = (filled > 0) & (((filled + 127) & 127) < 64)
-    both = ((filled + 127) // 128) + (short.to(gl.int32) << 21)  # one scan for two sums; HOPPER_ROWS keeps the tiles below 2^21
-    ends = gl.associative_scan(both, 0, _add)
-    total = gl.sum(both, 0)
-    tails = gl.minimum(total >> 21, most)
-    behind = gl.maximum((ends >> 21) - ((total >> 21) - tails), 0)
-    tiles = (total & 0x1FFFFF) - tails
-    return (((ends & 0x1FFFFF) - behind) << 10) + e + 1, (behind << 10) + e + 1, tiles, tails
+    tiles = (filled + 127) // 128
+    return (gl.associative_scan(tiles, 0, _add) << 10) + e + 1, gl.sum(tiles, 0)
 
 
 @gluon.jit

@@ -44,9 +44,6 @@ from moe_ops.quant.activation import lowest_gate
 STAGES = 4
 #: Row tiles that share a weight tile in L2 before the next columns are taken.
 GROUP_M = 8
-#: Rounds of tiles, each one for every program, that may be deferred: tails of at most 64 rows, which cost 0.6 of a tile, follow the other tiles
-#: and even out the end. Each reads a weight tile for itself, so not all of them are.
-DEFER = 1
 #: Bytes of an output's elements for which the tile leaves through shared memory by TMA, while the next one is being computed; the ring leaves
 #: no room for elements of four.
 BOXED = (1, 2)
@@ -70,7 +67,7 @@ def _producer(
     a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
     rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, STEP_N: gl.constexpr, TOP_K: gl.constexpr,
-    GATHER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, DEFER: gl.constexpr, WARPS: gl.constexpr,
+    GATHER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
     EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     KB: gl.constexpr = K // 128
@@ -82,13 +79,13 @@ def _producer(
     if PDL and not EARLY:
         gdc_wait()
     programs = gl.num_programs(0)
-    line, late, m_tiles, tails = tile_line(offsets_ptr, rows_total, capacity, DEFER * programs // N_TILES, E, MASKED, experts)
-    lined = m_tiles * N_TILES
-    total = lined + tails * N_TILES
+    keys, m_tiles = tile_line(offsets_ptr, rows_total, capacity, E, MASKED, experts)
+    total = m_tiles * N_TILES
     last = total % programs
-    if (last * 2 > programs) | (tails > 0):
+    if last * 2 > programs:
         last = 0
     whole = total - last  # the tiles of a last wave that fills at most half of the programs are shared out as halves of 64 rows
+    end = whole + last * 2
     word = gl.arange(0, 4, flat)
     r = gl.arange(0, 128, gl.SliceLayout(1, box))
     c = gl.arange(0, 128, gl.SliceLayout(0, box))
@@ -96,22 +93,17 @@ def _producer(
     it = 0
     j = 0
     item = gl.program_id(0)
-    while item < whole + last * 2:
+    while item < end:
         t = gl.where(item < whole, item, whole + (item - whole) // 2)
         # groups of GROUP_M row tiles, m fastest inside, so that a wave shares weights in L2
-        behind = t >= lined
-        t = gl.where(behind, t - lined, t)
         group = t // (GROUP_M * N_TILES)
-        size = gl.minimum(gl.where(behind, tails, m_tiles) - group * GROUP_M, GROUP_M)
+        size = gl.minimum(m_tiles - group * GROUP_M, GROUP_M)
         rest = t - group * GROUP_M * N_TILES
         m = group * GROUP_M + rest % size
         n = rest // size
-        if behind:
-            expert, before = find_tile(late, m)
-        else:
-            expert, before = find_tile(line, m)
+        expert, before = find_tile(keys, m)
         first, filled = expert_rows(offsets_ptr, expert, rows_total, capacity, MASKED)
-        m0 = gl.where(behind, (filled - 1) // 128, m - before) * 128
+        m0 = (m - before) * 128
         rows = gl.minimum(filled - m0, 128)
         if item >= whole:
             half = ((item - whole) % 2) * 64
@@ -125,9 +117,9 @@ def _producer(
                     for kb in gl.static_range(PREFETCH):
                         _ask(w_desc, w_row, kb, rows, full.index(kb), b_bufs.index(kb), HALF, GATHER)
                 gdc_wait()
-        nxt = item + programs
+        item += programs
         if counter_ptr is not None:
-            nxt = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
         if rows > 0:
             mbarrier.wait(tiles_empty.index(j % 2), ((j // 2) & 1) ^ 1)
             write_tile(tiles.index(j % 2), row0, rows, n, expert, flat)
@@ -160,7 +152,6 @@ def _producer(
                 cp_async(sw_bufs.index(slot), sw + kb)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 it += 1
-        item = nxt
     mbarrier.wait(tiles_empty.index(j % 2), ((j // 2) & 1) ^ 1)
     tiles.index(j % 2).store(gl.zeros([4], gl.int32, flat))
     thread_barrier()
@@ -266,7 +257,7 @@ def _grouped_gemm_hopper_kernel(
     rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak, stride_om, zero, alpha, lowest, limit, up_offset,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, MASKED: gl.constexpr,
     FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    DEFER: gl.constexpr, BOXED: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    BOXED: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Tiles are shared out in turn, or by `counter_ptr` (zero before the launch). `zero` is 0 at run time: wgmma overwrites in place."""
     STEP_N: gl.constexpr = 128 if FUSED else 256
@@ -305,7 +296,7 @@ def _grouped_gemm_hopper_kernel(
                          N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, BOXED, PDL)),
             (_producer, (a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
                          tiles, tiles_full, tiles_empty, rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
-                         E, E2, N, K, HALF, STEP_N, TOP_K, GATHER, MASKED, STAGES, GROUP_M, DEFER, WARPS, EARLY, PDL)),
+                         E, E2, N, K, HALF, STEP_N, TOP_K, GATHER, MASKED, STAGES, GROUP_M, WARPS, EARLY, PDL)),
         ],
         [4, WARPS],
         [224, 64],
@@ -354,6 +345,6 @@ def launch_hopper(
         out, out_desc, out_scale, offsets, order, counter,
         rows, a.shape[0], capacity, a.stride(0), *a_scale.stride(), out.stride(0), 0, alpha, lowest, limit, up_offset,
         E=experts, E2=max(128, 1 << (experts - 1).bit_length()), N=n, K=k, TOP_K=top_k, GATHER=gather, MASKED=masked, FUSED=out_scale is not None,
-        KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, DEFER=DEFER, BOXED=boxed, EARLY=early,
+        KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, BOXED=boxed, EARLY=early,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -13,7 +13,7 @@ def _quantize_kernel(
     rows, experts, padding,
     stride_xe: tl.int64, stride_xm: tl.int64, stride_qe: tl.int64, stride_qm: tl.int64, stride_se: tl.int64, stride_sm: tl.int64, stride_sb: tl.int64,
     K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, LAYOUT: tl.constexpr, COUNTS: tl.constexpr, NUM_COUNTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x (experts, rows, K) -> e4m3 bits of the same shape, and scales. A program takes every num_programs-th tile of the filled rows.
 
@@ -27,7 +27,7 @@ def _quantize_kernel(
     GROUPS_TOTAL: tl.constexpr = (K + GROUP - 1) // GROUP
     zero_padding(scale_ptr, rows, padding, experts, stride_se, stride_sm, stride_sb, GROUPS_TOTAL, LAYOUT)
     filled, ends, total = filled_row_blocks(counts_ptr, rows, experts, COUNTS, NUM_COUNTS, BLOCK_R)
-    for item in tl.range(tl.program_id(0), total * TILES, tl.num_programs(0), num_stages=STAGES):
+    for item in range(tl.program_id(0), total * TILES, tl.num_programs(0)):
         block = item // TILES
         tile = item - block * TILES
         expert, first, limit = locate_rows(block, counts_ptr, rows, filled, ends, COUNTS, BLOCK_R)

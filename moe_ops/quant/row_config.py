@@ -17,14 +17,12 @@ class RowConfig:
         columns: columns of a tile, a power of two that holds whole scale groups, four at least.
         warps: warps of a program.
         programs: programs per SM; they share the filled tiles.
-        stages: tiles of a program whose loads are under way, by way of shared memory; 1 loads into registers when a tile's turn comes.
     """
 
     block_r: int = 1
     columns: int = 1024
     warps: int = 4
     programs: int = 8
-    stages: int = 1
 
 
 def is_legal(cfg: RowConfig, group: int) -> str | None:
@@ -39,8 +37,6 @@ def is_legal(cfg: RowConfig, group: int) -> str | None:
         return f"a tile may hold at most 16384 elements, got {cfg.block_r} x {cfg.columns}"
     if cfg.warps > 16 or cfg.programs < 1:
         return f"warps must be at most 16 and programs at least 1, got {cfg.warps} and {cfg.programs}"
-    if not 1 <= cfg.stages <= 4 or cfg.block_r * cfg.columns * cfg.stages > 16384:
-        return f"stages must be 1 to 4 and hold at most 16384 elements together, got {cfg.stages} of {cfg.block_r} x {cfg.columns}"
     return None
 
 

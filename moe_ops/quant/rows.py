@@ -77,7 +77,7 @@ def row_arguments(
     meta = {
         "K": k, "GROUP": group, "RULE": rule, "LAYOUT": layout,
         "COUNTS": filled, "NUM_COUNTS": 0 if counts is None else counts.numel(),
-        "BLOCK_R": config.block_r, "GROUPS": config.columns // group, "STAGES": config.stages, "num_warps": config.warps, "enable_fp_fusion": False,
+        "BLOCK_R": config.block_r, "GROUPS": config.columns // group, "num_warps": config.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     return (min(tiles, arch.sms * config.programs),), args, meta
 

@@ -122,9 +122,9 @@ def silu_mul_quantize(
 
     Layout: see `moe_ops.quant.scale_storage`; padding rows and blocks hold zero bytes.
 
-    Numerics: the activation is computed in fp32 and never rounded before quantization, which follows `quantize` up to quotients within
-        2^-45 of a point where rounding turns. Against the reference, scales agree within 2 ulp (1 in 10^3 within 4: the exponential) and
-        data within one e4m3 step in at most 1 of 10^4 elements. Deterministic.
+    Numerics: the activation is computed in fp32 and never rounded before quantization, which follows `quantize` exactly. Against the
+        reference, scales agree within 2 ulp (1 in 10^3 within 4: the exponential) and data within one e4m3 step in at most 1 of 10^4
+        elements. Deterministic.
 
     Raises:
         TypeError: x or counts of another dtype, or act that is no Activation.

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.core.pdl import after_previous
-from moe_ops.quant.row_tiles import encode, filled_row_blocks, locate_rows, store_scales, widened, zero_padding
+from moe_ops.quant.row_tiles import encode, filled_row_blocks, locate_rows, store_scales, zero_padding
 
 
 @triton.jit
@@ -23,17 +23,16 @@ def exp_bounded(x):
 
 
 @triton.jit
-def divide(a, finite, b):
-    """a / b for b in 1 .. 2^126, to 0.51 ulp (0.5 where a / b is above 2^-90), without the slow path of a general division.
+def divide(a, b):
+    """a / b for b in 1 .. 2^126, to half an ulp (a remainder step), without the slow path of a general division.
 
-    `finite` is a where that makes a difference: any finite number will do where a is infinite or b is 1. The reciprocal's error e is
-    known exactly, so a * y + (a * e) * y, rounded once, needs no second step. A product with -1 compiles to nothing: Triton's unary minus
-    is 0 - x, and loses the sign of a zero.
+    Negations are products with -1, which compile to nothing: Triton's unary minus is 0 - x, and loses the sign of a zero.
     """
     y = tl.rsqrt(b)
     y = y * y
-    e = tl.fma(b * -1.0, y, 1.0)
-    return tl.fma(a, y, (finite * e) * y)
+    y = tl.fma(tl.fma(b * -1.0, y, 1.0), y, y)
+    q = a * y
+    return tl.where(a < float("inf"), tl.fma(tl.fma(b, q, a * -1.0) * -1.0, y, q), q)  # an infinity leaves no remainder
 
 
 @triton.jit
@@ -53,9 +52,7 @@ def gated_activation(gate, up, alpha, lowest, limit, up_offset, KIND: tl.constex
     elif KIND == "gelu_tanh":
         t = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
     t = tl.minimum(t, 87.0)  # a NaN becomes 87 here, and stays a NaN in the numerator
-    # 1 + exp(-87) is 1, so t stands for the gate wherever they differ
-    finite = t if KIND == "plain_silu" else tl.minimum(gate, 3.4028234663852886e38)
-    return divide(gate, finite, 1.0 + exp_bounded(t * -1.0)) * up
+    return divide(gate, 1.0 + exp_bounded(t * -1.0)) * up
 
 
 @triton.jit(do_not_specialize=["rows", "experts", "padding", "stride_se", "stride_sm", "stride_sb", "alpha", "lowest", "limit", "up_offset"])
@@ -65,7 +62,7 @@ def _silu_mul_quantize_kernel(
     stride_xe: tl.int64, stride_xm: tl.int64, stride_qe: tl.int64, stride_qm: tl.int64, stride_se: tl.int64, stride_sm: tl.int64, stride_sb: tl.int64,
     alpha, lowest, limit, up_offset,
     K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, LAYOUT: tl.constexpr, COUNTS: tl.constexpr, NUM_COUNTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x (experts, rows, 2K) -> e4m3 bits (experts, rows, K) and scales. A program takes every num_programs-th tile of the filled rows.
 
@@ -77,7 +74,7 @@ def _silu_mul_quantize_kernel(
     GROUPS_TOTAL: tl.constexpr = (K + GROUP - 1) // GROUP
     zero_padding(scale_ptr, rows, padding, experts, stride_se, stride_sm, stride_sb, GROUPS_TOTAL, LAYOUT)
     filled, ends, total = filled_row_blocks(counts_ptr, rows, experts, COUNTS, NUM_COUNTS, BLOCK_R)
-    for item in tl.range(tl.program_id(0), total * TILES, tl.num_programs(0), num_stages=STAGES):
+    for item in range(tl.program_id(0), total * TILES, tl.num_programs(0)):
         block = item // TILES
         tile = item - block * TILES
         expert, first, limit_row = locate_rows(block, counts_ptr, rows, filled, ends, COUNTS, BLOCK_R)
@@ -87,13 +84,13 @@ def _silu_mul_quantize_kernel(
         x_rows = x_ptr + expert * stride_xe + (row * stride_xm)[:, None, None]
         if INTERLEAVED:
             pair = group[:, None] * (2 * GROUP) + tl.arange(0, 2 * GROUP)[None, :]
-            both = widened(tl.load(x_rows + pair[None, :, :], mask=valid & (pair < 2 * K)[None, :, :], other=0.0))
+            both = tl.load(x_rows + pair[None, :, :], mask=valid & (pair < 2 * K)[None, :, :], other=0.0).to(tl.float32)
             gate, up = tl.split(tl.reshape(both, (BLOCK_R, GROUPS, GROUP, 2)))
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         mask = valid & (column < K)[None, :, :]
         if not INTERLEAVED:
-            gate = widened(tl.load(x_rows + column[None, :, :], mask=mask, other=0.0))
-            up = widened(tl.load(x_rows + K + column[None, :, :], mask=mask, other=0.0))
-        bits, scale = encode(gated_activation(gate, up, alpha, lowest, limit, up_offset, KIND), RULE, EXACT=False)
+            gate = tl.load(x_rows + column[None, :, :], mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(x_rows + K + column[None, :, :], mask=mask, other=0.0).to(tl.float32)
+        bits, scale = encode(gated_activation(gate, up, alpha, lowest, limit, up_offset, KIND), RULE)
         tl.store(data_ptr + expert * stride_qe + (row * stride_qm)[:, None, None] + column[None, :, :], bits, mask=mask)
         store_scales(scale_ptr + expert * stride_se, scale, row, tile * GROUPS, limit_row, stride_sm, stride_sb, GROUPS_TOTAL, LAYOUT)

@@ -7,7 +7,7 @@ from moe_ops.gemm.bmm import _bmm_triton
 HEADS = 128
 
 
-def _call(fmt: str, tokens: int, rule: str, n: int, k: int):
+def _call(fmt: str, tokens: int, rule: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16):
     def call():
         if fmt == "plain":
             a, sa, w, sw = torch.zeros((tokens, HEADS, k), dtype=torch.bfloat16), None, torch.zeros((HEADS, n, k), dtype=torch.bfloat16), None
@@ -19,7 +19,7 @@ def _call(fmt: str, tokens: int, rule: str, n: int, k: int):
                 sa, sw = torch.ones((tokens, HEADS, k // 32), dtype=torch.uint8), torch.ones((HEADS, n, k // 32), dtype=torch.uint8)
             if rule != "given":
                 a, sa = torch.zeros((tokens, HEADS, k + 64), dtype=torch.bfloat16)[..., :k], None
-        _bmm_triton(a, sa, w, sw, fmt, rule, torch.bfloat16)
+        _bmm_triton(a, sa, w, sw, fmt, rule, dtype)
 
     return call
 
@@ -31,10 +31,18 @@ COMPILE_CASES = [
     for tokens in ((1, 32, 64, 512) if rule != "given" else (1, 512))
     for n, k in ((512, 128), (128, 512))
 ]
+COMPILE_CASES += [
+    (f"bmm into fp32, tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k, torch.float32), (90,))
+    for tokens in (32, 64, 512)
+    for n, k in ((512, 128), (128, 512))
+]
 EXPECT = {
+    "_bmm_few_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"]},
+    "_bmm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", "setmaxnreg"]},
     "_dense_gemm_kernel": {
         90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
         100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
         120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
     },
 }
+ONLY = {"_bmm_few_kernel": (90,), "_bmm_hopper_kernel": (90,)}

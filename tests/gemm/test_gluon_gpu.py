@@ -125,25 +125,20 @@ LINES = {
     "edges": [64, 65, 127, 128, 0, 129, 192, 193, 1, 0],
     "all tails": [3, 64, 1, 30],
     "tails of every second": [200, 140] * 40,
-    "more tails than are deferred": [40] * 200,
+    "many tails": [40] * 200,
     "one expert": [300],
     "none": [0, 0],
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["in turn", "handed out"])
 @pytest.mark.parametrize("counts", LINES.values(), ids=LINES.keys())
-def test_deferred_tails_give_the_same_bits(monkeypatch, counts, dynamic):
-    """Tails of at most 64 rows at the end of the line, one round of them, several, none: who computes a tile, and when, decides no bit."""
+def test_tails_in_turn_and_handed_out(counts):
     rows, filled = sum(counts) + 5, sum(counts)
     args, offsets = operands(rows, len(counts), 768, 384), offsets_of(counts)
-    results = []
-    for rounds in (0, 1, 3):
-        monkeypatch.setattr(grouped_hopper, "DEFER", rounds)
-        results.append(run("hopper", args, None, nan(rows, 768), offsets, counter=int32([0]) if dynamic else None))
-    assert torch.isnan(results[1][filled:]).all() and not torch.isnan(results[1][:filled]).any()
-    assert all(torch.equal(r[:filled], results[0][:filled]) for r in results)
-    assert filled == 0 or relative_error(results[1][:filled], plain(args, None, offsets, rows)[:filled]) <= 1e-5
+    results = [run("hopper", args, None, nan(rows, 768), offsets, counter=c) for c in (None, int32([0]))]
+    assert torch.isnan(results[0][filled:]).all() and not torch.isnan(results[0][:filled]).any()
+    assert torch.equal(results[1][:filled], results[0][:filled])
+    assert filled == 0 or relative_error(results[0][:filled], plain(args, None, offsets, rows)[:filled]) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,9 +177,8 @@ def test_boxed_stores_of_masked_rows(monkeypatch):
 def test_fused_boxed_stores_give_the_same_bits(monkeypatch, counts, rule):
     rows, i = sum(counts) + 70, 256
     args, offsets, results = operands(rows, 3, 2 * i, 256), offsets_of(counts), []
-    for boxed, rounds in (((), 0), ((1, 2), 0), ((1, 2), 1)):
+    for boxed in ((), (1, 2)):
         monkeypatch.setattr(grouped_hopper, "BOXED", boxed)
-        monkeypatch.setattr(grouped_hopper, "DEFER", rounds)
         bits, scale = torch.full((rows, i), 3, dtype=torch.uint8, device="cuda"), torch.full((rows, i // 128), 7.0, device="cuda")
         grouped_act_into(*args, None, offsets, None, 1, *SILU, bits, scale, rule, kernel="hopper")
         results.append((bits, scale))

@@ -115,12 +115,6 @@ def test_every_pair_of_bf16_mantissas(mode, power, device):
     check(device, (torch.cat([x, -y]) * 2.0**power).bfloat16(), mode, RowConfig(4))
 
 
-@pytest.mark.parametrize("mode", FORMATS, ids=" ".join)
-def test_stages_change_no_byte(mode, device):
-    for dtype in (torch.bfloat16, torch.float32):
-        check(device, hard((37, 1056), dtype), mode, RowConfig(2, stages=3))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
 def test_random_patterns_at_real_sizes(mode, device):

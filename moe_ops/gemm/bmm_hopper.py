@@ -1,0 +1,260 @@
+"""Batched GEMM of absorbed MLA for Hopper in Gluon: FP8 block scaling, the 16-bit activation quantized 1x128 on its way to the tensor cores.
+
+    k_b_proj   K = 128    a block of rows is quantized once and meets all column tiles of its head
+    v_b_proj   N = 128    the blocks of K of a block of rows meet one column tile
+
+One program on each SM walks neighbouring items of (head, 128 rows), whose weights stay in shared memory; three roles:
+
+    producer        one warp: activations and weights by TMA through a ring each, across items
+    two consumers   a warpgroup each, 64 rows each; with 64 rows in all they take turns at the steps instead (along K their sums are added). They
+                    read the activation in the layout in which the instruction takes its first operand from registers: quantized there, it is
+                    never written anywhere.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_ops.core.arch import arch_of
+from moe_ops.core.formats import as_e4m3, ceil_div
+from moe_ops.core.launch import launch
+from moe_ops.gemm.bmm_config import hopper_items, hopper_rows, view_of_heads
+from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, thread_barrier, tma_load
+from moe_ops.gemm.hopper_epilogue import store
+from moe_ops.gemm.hopper_quantize import load_wide, quantize
+
+#: Slots of the two rings: the rows of an item x 128 of K, and 128 weight rows x 128 of K. Even for consumers that take turns at them: one that
+#: skipped a round of a slot would take an old phase of its barrier for the new one.
+A_SLOTS, W_SLOTS = 4, 4
+
+
+@gluon.jit
+def _share(items):
+    """First item and the one after the last of this program: neighbours, so that it meets few heads."""
+    p = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return (p.to(gl.int64) * items // programs).to(gl.int32), ((p + 1).to(gl.int64) * items // programs).to(gl.int32)
+
+
+@gluon.jit
+def _producer(
+    a_desc, w_desc, tokens, stride_ha, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BY_HEAD: gl.constexpr, A_BYTES: gl.constexpr, A_SLOTS: gl.constexpr,
+    W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    KB: gl.constexpr = K // 128
+    STEPS: gl.constexpr = KB * (N // 128)
+    KEPT: gl.constexpr = STEPS <= W_SLOTS
+    if PDL:
+        gdc_wait()
+    ia = 0
+    iw = 0
+    m_tiles = (tokens + ROWS - 1) // ROWS
+    start, end = _share(items)
+    before = -1
+    for item in range(start, end):
+        head = item // m_tiles
+        t0 = item % m_tiles * ROWS
+        row = t0 + head * stride_ha if BY_HEAD else t0
+        column = 0 if BY_HEAD else head * stride_ha
+        for i in range(STEPS):
+            if i < KB:
+                slot = ia % A_SLOTS
+                bar = a_full.index(slot)
+                mbarrier.wait(a_empty.index(slot), ((ia // A_SLOTS) & 1) ^ 1)
+                mbarrier.expect(bar, A_BYTES * (ROWS // 64))
+                tma_load(a_desc, [row, column + i * 128], bar, a_bufs.index(slot * (ROWS // 64)))
+                if ROWS == 128:
+                    tma_load(a_desc, [row + 64, column + i * 128], bar, a_bufs.index(slot * 2 + 1))
+                ia += 1
+            if head != before or not KEPT:
+                slot_w = i if KEPT else iw % W_SLOTS
+                turn = iw // STEPS if KEPT else iw // W_SLOTS
+                bar_w = w_full.index(slot_w)
+                mbarrier.wait(w_empty.index(slot_w), (turn & 1) ^ 1)
+                mbarrier.expect(bar_w, 128 * 128)
+                tma_load(w_desc, [head * N + i * 128, 0] if KB == 1 else [head * N, i * 128], bar_w, w_bufs.index(slot_w))
+                iw += 1
+        before = head
+
+
+@gluon.jit
+def _consumer(
+    WG: gl.constexpr, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om,
+    a_bufs, w_bufs, sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = K // 128 * (N // 128)
+    DEEP: gl.constexpr = K > 128
+    TURN: gl.constexpr = 2 if ROWS == 64 else 1
+    FIRST: gl.constexpr = WG if ROWS == 64 else 0
+    HALF: gl.constexpr = 0 if ROWS == 64 else WG
+    VEC: gl.constexpr = 4 if out_ptr.dtype.element_ty == gl.float32 else 8
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    column: gl.constexpr = gl.SliceLayout(1, mma)
+    r = HALF * 64 + gl.arange(0, 64, column)
+    if PDL:
+        gdc_wait()
+        if WG == 0:
+            gdc_launch_dependents()
+    KEPT: gl.constexpr = STEPS <= W_SLOTS  # a head's weights stay in the ring for all of its items
+    step = 0  # of the item's first one
+    turn = 0  # of the head
+    j = 0
+    m_tiles = (tokens + ROWS - 1) // ROWS
+    start, end = _share(items)
+    for item in range(start, end if FIRST < STEPS else start):
+        head = (item // m_tiles).to(gl.int64)
+        t0 = item % m_tiles * ROWS
+        last = (item + 1) % m_tiles == 0
+        out = out_ptr + head * stride_oh
+        # scales are asked for a step ahead: from the L2 they take longer than the product
+        sws = sw_ptr + head * STEPS
+        sw_next = gl.load(sws + FIRST)
+        if RULE == "given":
+            sas = sa_ptr + head * stride_sah + gl.minimum(t0 + r, tokens - 1).to(gl.int64) * stride_sam
+            sa_next = gl.load(sas + FIRST * stride_sak) if DEEP else gl.load(sas)
+        acc = gl.zeros((64, 128), gl.float32, mma)
+        if not DEEP:
+            slot = j % A_SLOTS
+            mbarrier.wait(a_full.index(slot), (j // A_SLOTS) & 1)
+            if RULE == "given":
+                a = a_bufs.index(slot * (ROWS // 64) + HALF)
+                sa = sa_next
+            else:
+                a, sa = quantize(load_wide(a_bufs.index(slot * (ROWS // 64) + HALF), operand), RULE, operand)
+                sa = gl.convert_layout(sa, column)
+                mbarrier.arrive(a_empty.index(slot))
+        for i in range(FIRST, STEPS, TURN):
+            sw = sw_next
+            sw_next = gl.load(sws + gl.minimum(i + TURN, STEPS - 1))
+            if DEEP:
+                slot_a = (step + i) % A_SLOTS
+                if RULE == "given":
+                    sa = sa_next
+                    sa_next = gl.load(sas + gl.minimum(i + TURN, STEPS - 1) * stride_sak)
+                mbarrier.wait(a_full.index(slot_a), ((step + i) // A_SLOTS) & 1)
+                if RULE == "given":
+                    a = a_bufs.index(slot_a * (ROWS // 64) + HALF)
+                else:
+                    a, sa = quantize(load_wide(a_bufs.index(slot_a * (ROWS // 64) + HALF), operand), RULE, operand)
+                    sa = gl.convert_layout(sa, column)
+                    mbarrier.arrive(a_empty.index(slot_a))
+            slot_w = i if KEPT else (step + i) % W_SLOTS
+            mbarrier.wait(w_full.index(slot_w), (turn if KEPT else (step + i) // W_SLOTS) & 1)
+            # not the last product's registers: they would be live while the next block is quantized
+            tmp = warpgroup_mma(a, w_bufs.index(slot_w).permute((1, 0)), gl.zeros((64, 128), gl.float32, mma), use_acc=False, is_async=True)
+            p = sa * sw
+            tmp = warpgroup_mma_wait(0, deps=[tmp])
+            if last or not KEPT:
+                mbarrier.arrive(w_empty.index(slot_w))
+            if DEEP:
+                if RULE == "given":
+                    mbarrier.arrive(a_empty.index(slot_a))
+                acc += tmp * p[:, None]
+            else:
+                y = tmp * p[:, None]
+                store(out, y.to(out_ptr.dtype.element_ty), t0, HALF * 64, tokens - t0, i * 128, stride_om, 128, VEC)
+        if not DEEP and RULE == "given":
+            mbarrier.arrive(a_empty.index(slot))
+        step += STEPS
+        if DEEP and ROWS == 64:
+            if WG == 1:
+                mbarrier.wait(sums_empty, (j & 1) ^ 1)
+                sums.store(acc)
+                thread_barrier()
+                mbarrier.arrive(sums_full)
+            else:
+                mbarrier.wait(sums_full, j & 1)
+                acc += sums.load(mma)
+                thread_barrier()
+                mbarrier.arrive(sums_empty)
+        if DEEP and (ROWS == 128 or WG == 0):
+            store(out, acc.to(out_ptr.dtype.element_ty), t0, HALF * 64, tokens - t0, 0, stride_om, 128, VEC)
+        j += 1
+        turn += last.to(gl.int32)
+
+
+@gluon.jit(do_not_specialize=["tokens", "items", "stride_ha", "stride_sah", "stride_sam", "stride_sak"])
+def _bmm_hopper_kernel(
+    a_desc, sa_ptr, w_desc, sw_ptr, out_ptr, tokens, items, stride_ha, stride_sah, stride_sam, stride_sak, stride_oh, stride_om,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, BY_HEAD: gl.constexpr, A_SLOTS: gl.constexpr,
+    W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """K is 128 or N is 128. Rows of a head lie `stride_ha` columns (or, BY_HEAD, rows) of `a_desc` after those of the head before."""
+    BITS: gl.constexpr = a_desc.dtype.primitive_bitwidth
+    boxes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=BITS, rank=2)
+    bytes_: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    DEEP: gl.constexpr = K > 128
+    # consumers that take turns share no slot: neither the weights', nor, along K, the activation's
+    W_READERS: gl.constexpr = 1 if ROWS == 64 else 2
+    A_READERS: gl.constexpr = 1 if ROWS == 64 and (DEEP or N == 128) else 2
+    SUMS: gl.constexpr = 64 if DEEP and ROWS == 64 else 1
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [A_SLOTS * (ROWS // 64), 64, 128], boxes)
+    w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [W_SLOTS, 128, 128], bytes_)
+    sums = gl.allocate_shared_memory(gl.float32, [SUMS, 128], gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))
+    a_full = gl.allocate_shared_memory(gl.int64, [A_SLOTS, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [A_SLOTS, 1], mbarrier.MBarrierLayout())
+    w_full = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
+    w_empty = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
+    sums_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    sums_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(A_SLOTS):
+        mbarrier.init(a_full.index(i), count=1)
+        mbarrier.init(a_empty.index(i), count=A_READERS)
+    for i in gl.static_range(W_SLOTS):
+        mbarrier.init(w_full.index(i), count=1)
+        mbarrier.init(w_empty.index(i), count=W_READERS)
+    mbarrier.init(sums_full, count=1)
+    mbarrier.init(sums_empty, count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om, a_bufs, w_bufs,
+                         sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
+            (_consumer, (1, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om, a_bufs, w_bufs,
+                         sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
+            (_producer, (a_desc, w_desc, tokens, stride_ha, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
+                         N, K, ROWS, BY_HEAD, 64 * 128 * BITS // 8, A_SLOTS, W_SLOTS, PDL)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+_BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+def launch_bmm_hopper(
+    a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, rule: str
+) -> None:  # fmt: skip
+    """Launch on given buffers that `bmm_config.uses_hopper` accepts; allocates nothing.
+
+    Args:
+        a: (T, heads, K), e4m3 bits with `a_scale` (T, heads, K / 128), or 16-bit, quantized by `rule`.
+        w: (heads, N, K) contiguous; w_scale: contiguous.
+        out: (T, heads, N), last stride 1.
+    """
+    heads, n, k = w.shape
+    tokens = a.shape[0]
+    if tokens == 0 or heads == 0:
+        return
+    view = view_of_heads(a)
+    assert view is not None
+    shape, strides, stride_ha, by_head = view
+    a, w = as_e4m3(a), as_e4m3(w)
+    bits = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * a.element_size(), rank=2)
+    rows, items = hopper_rows(tokens), hopper_items(tokens, heads)
+    # one fewer where a tile of fp32 takes twice the room on its way out
+    slots = A_SLOTS - 1 if rows == 128 and out.dtype == torch.float32 else A_SLOTS
+    stride_sam, stride_sah, stride_sak = (0, 0, 0) if a_scale is None else a_scale.stride()
+    launch(
+        "bmm", _bmm_hopper_kernel, (ceil_div(items, ceil_div(items, arch_of(a.device).sms)),),
+        TensorDescriptor(a, shape, strides, [64, 128], bits), a_scale,
+        TensorDescriptor(w, [heads * n, k], [k, 1], [128, 128], _BOX), w_scale, out,
+        tokens, items, stride_ha, stride_sah, stride_sam, stride_sak, out.stride(1), out.stride(0),
+        N=n, K=k, ROWS=rows, RULE=rule, BY_HEAD=by_head, A_SLOTS=slots, W_SLOTS=W_SLOTS,
+        num_warps=4, maxnreg=168, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""The Gluon kernels of `bmm`: every form of the activation, tails, the quantizer's bytes, heads that keep to themselves."""
+
+import pytest
+import torch
+
+from moe_ops import bmm, make_qtensor, quantize, quantize_weight
+from moe_ops.core.arch import arch_of
+from moe_ops.core.numerics import relative_error, uneven
+from moe_ops.gemm.bmm_config import FEW_TOKENS, few_parts, hopper_kernel
+from moe_ops.gemm.grouped import dequantized
+from moe_ops.quant.fold import fold_weight
+from moe_ops.quant.rows import rows_ref
+
+HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
+
+PROJECTIONS = [pytest.param(512, 128, id="k_b_proj"), pytest.param(128, 512, id="v_b_proj"), pytest.param(128, 128, id="one step")]
+#: (tokens, heads): both kernels, one and two warpgroups of rows, tails, more items than multiprocessors, shares that end inside a head
+SIZES = [(1, 3), (16, 16), (17, 5), (32, 128), (33, 3), (64, 128), (65, 7), (200, 140), (513, 3), (1030, 17)]
+BOUND = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 5e-4}
+
+
+def weight(heads, n, k, folded, seed=2):
+    w = uneven((heads, n, k), block=(1, 32) if folded else (128, 128), seed=seed, spread=0 if folded else 1).cuda()
+    return fold_weight(quantize_weight(w, "mxfp8"))[0] if folded else quantize_weight(w, "fp8_block")
+
+
+def check(x, w, dtype, offset=8):
+    """In the middle of a wider buffer full of NaN: what is not written, and what is written beside it, shows."""
+    tokens, heads = x.shape[:2]
+    n = w.shape[1]
+    room = torch.full((tokens, heads, n + 2 * offset), float("nan"), device="cuda", dtype=dtype)
+    out = room[..., offset : offset + n]
+    bmm(x, w, out=out)
+    assert relative_error(out, bmm(x, w, out_dtype=torch.float32, impl="torch")) <= BOUND[dtype]
+    assert torch.isnan(room[..., :offset]).all() and torch.isnan(room[..., offset + n :]).all()
+    assert torch.equal(out, bmm(x, w, out_dtype=dtype))
+
+
+@pytest.mark.parametrize("tokens,heads", SIZES)
+@pytest.mark.parametrize("n,k", PROJECTIONS)
+def test_every_form_of_the_activation(n, k, tokens, heads):
+    """LAYOUT, TAIL: a slice of a wider head, heads first, fp16, quantized before with scales in both orders, folded mxfp8."""
+    x = uneven((tokens, heads, k + 64), seed=1).cuda()
+    first = uneven((heads, tokens, k), seed=3).cuda()
+    w = weight(heads, n, k, False)
+    check(x[..., :k], w, torch.bfloat16)
+    check(x[..., 64:].half(), w, torch.float16)
+    check(first.transpose(0, 1), w, torch.float32)
+    for layout in ("row_major", "mn_major"):
+        check(quantize(x[..., :k].contiguous(), "fp8_block", layout=layout), w, torch.bfloat16)
+    check(x[..., :k], weight(heads, n, k, True), torch.float32)
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["fp8_block", "mxfp8 folded"])
+@pytest.mark.parametrize("tokens", [FEW_TOKENS, 64, 130])
+def test_quantizes_as_the_quantizer(tokens, folded):
+    """Weights that are the identity hand the quantized activation out: the quantizer's own values, of ties, infinities, NaN and zeros too."""
+    x = uneven((tokens, 2, 128), seed=1).cuda()
+    steps = torch.tensor([448.0, 1.0625, 1.1875, -1.3125, 0.0, -0.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10], device="cuda")  # ties of e4m3 at scale 1
+    x[0, 0, : len(steps)] = steps
+    x[0, 0, len(steps) :] = 0
+    x[1, 0, 5], x[1, 1, 7], x[2, 0, 9], x[3, 0] = float("inf"), float("-inf"), float("nan"), 0
+    eye = torch.eye(128, device="cuda").expand(2, 128, 128).contiguous()
+    q = make_qtensor(eye.to(torch.float8_e4m3fn), torch.ones(2, 1, 1, device="cuda"), "fp8_block")
+    if folded:
+        q = fold_weight(make_qtensor(eye.to(torch.float8_e4m3fn), torch.full((2, 128, 4), 127, dtype=torch.uint8, device="cuda"), "mxfp8"))[0]
+    wanted = dequantized(*rows_ref(x, "fp8_block", "folded" if folded else "fp32"), "fp8_block", 1, 1)
+    out = bmm(x, q, out_dtype=torch.float32)
+    clean = torch.isfinite(wanted).all(-1)  # a NaN meets the identity's zeros and takes its row
+    assert torch.equal(out[clean] + 0.0, wanted[clean] + 0.0) and clean.sum() == tokens * 2 - 1
+    assert torch.isnan(out[~clean]).all()
+
+
+@pytest.mark.parametrize("tokens", [5, 64, 300])
+@pytest.mark.parametrize("n,k", PROJECTIONS)
+def test_tail_heads_and_tokens_keep_to_themselves(n, k, tokens):
+    """TAIL: NaN in one head's weights, in one token and in the columns beside a head's slice reach nobody else."""
+    heads = 3
+    room = uneven((tokens, heads, k + 64), seed=1).cuda()
+    room[..., k:] = float("nan")
+    w = weight(heads, n, k, False)
+    sound = bmm(room[..., :k], w)
+    assert torch.isfinite(sound).all()
+    w.data.view(torch.uint8)[1] = 0x7F
+    room[2, 0] = float("nan")
+    out = bmm(room[..., :k], w)
+    assert torch.isnan(out[:, 1]).all() and torch.isnan(out[2, 0]).all()
+    kept = torch.ones(tokens, heads, dtype=torch.bool, device="cuda")
+    kept[:, 1], kept[2, 0] = False, False
+    assert torch.equal(out[kept], sound[kept])
+
+
+@pytest.mark.parametrize("tokens", [7, 48, 260])
+def test_graph_replay_over_changed_activations(tokens):
+    """GRAPH: capture, other activations, replay: the bits of an eager call."""
+    x, w = uneven((tokens, 16, 576), seed=1).cuda()[..., :512], weight(16, 128, 512, False)
+    out = torch.empty(tokens, 16, 128, dtype=torch.bfloat16, device="cuda")
+    bmm(x, w, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bmm(x, w, out=out)
+    x.copy_(uneven((tokens, 16, 512), seed=5).cuda())
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, bmm(x, w))
+
+
+def test_which_kernel():
+    arch = arch_of(torch.device("cuda"))
+    assert hopper_kernel("fp8_block", 32, 128, 512, 128, arch) == "few" and hopper_kernel("fp8_block", 33, 128, 512, 128, arch) == "ring"
+    assert hopper_kernel("fp8_block", 64, 128, 384, 128, arch) is None and hopper_kernel("mxfp8", 1, 128, 512, 128, arch) is None
+    assert (few_parts(128, 512, arch), few_parts(16, 512, arch), few_parts(128, 128, arch)) == (2, 4, 1)
