@@ -113,6 +113,11 @@ def dense_gemms_on_hopper():
                 config = DenseGemmConfig(block_m, block_n, 128, 4, 2, 1, block_m <= 32, programs)
                 dense_gemm(a, q, bias=torch.randn(200, device=CUDA), residual=residual, config=config)
     dense_gemm(data(20, 400), q)  # quantized by the kernel before, whose end is not awaited
+    many = quantize_weight(data(512, 384), "fp8_block")
+    with mock.patch("moe_ops.gemm.dense_workspace.roles_reason", lambda problem, arch: None):  # too few tiles to be chosen
+        for rows in (70, 200):
+            dense_gemm(data(rows, 384), many, bias=torch.randn(512, device=CUDA))
+            dense_gemm(quantize(data(rows, 384), "fp8_block"), many, out=torch.empty(rows, 1024, device=CUDA, dtype=torch.bfloat16)[:, :512])
 
 
 def batched_gemms():
@@ -123,6 +128,22 @@ def batched_gemms():
             bmm(data(tokens, 3, k), q)
             if fmt != "plain":
                 bmm(quantize(data(tokens, 3, k), fmt), q)
+
+
+def batched_gemms_on_hopper():
+    """Absorbed MLA: both kernels, one and two warpgroups of rows, a head's slice, heads first, quantized before, folded, an fp32 result."""
+    if not arch_of(CUDA).has_wgmma:
+        return
+    for n, k in ((256, 128), (128, 256), (128, 128)):
+        w = quantize_weight(data(3, n, k), "fp8_block")
+        folded, _ = fold_weight(quantize_weight(torch.randn(3, n, k, device=CUDA).bfloat16(), "mxfp8"))
+        for tokens in (1, 19, 50, 150):
+            room = data(tokens, 3, k + 64)
+            bmm(room[..., :k], w)
+            bmm(room[..., 64:].half(), w, out_dtype=torch.float32)
+            bmm(data(3, tokens, k).transpose(0, 1), w)
+            bmm(quantize(room[..., :k].contiguous(), "fp8_block"), w)
+            bmm(room[..., :k], folded)
 
 
 def fused_gemm1():
@@ -219,6 +240,7 @@ PARTS = (
     dense_gemms,
     dense_gemms_on_hopper,
     batched_gemms,
+    batched_gemms_on_hopper,
     fused_gemm1,
     gemms_on_hopper,
     rows_for_deep_gemm,

@@ -12,6 +12,7 @@ from moe_ops.gemm.dense import dense_gemm_ref
 from moe_ops.gemm.dense_config import (
     FUSED_COLUMNS,
     FUSED_ROWS,
+    ROLES_ROWS,
     STREAM_WIDTHS,
     DenseGemmConfig,
     DenseGemmProblem,
@@ -69,7 +70,7 @@ def _triton_plan(p: Problem, where: Where) -> str:
         quantizes = f"; after a kernel that quantizes: {over}"
     if roles_reason(problem, where.arch) is None:
         tile = "128 rows x 256 weight rows a tile, 4 stages, 1 program an SM"
-        why = f"more than {MOST_ROWS} quantized rows on SM90, by the estimate of its time{quantizes}"
+        why = f"more than {ROLES_ROWS} quantized rows on SM90, by the estimate of its time{quantizes}"
         return f"Gluon kernel with warp roles, {tile}; {why}; with a residual, or an out off the 16-byte grid, {kernel}, {config}"
     return f"{kernel}, {'quantizing inside, ' if fused else ''}{config}; {config_words(config, problem, where.arch)}{quantizes}"
 
