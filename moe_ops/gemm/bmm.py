@@ -3,8 +3,8 @@
     k_b_proj   q_nope (T, heads, 128)  x  w (heads, 512, 128)  ->  (T, heads, 512)
     v_b_proj   latent (T, heads, 512)  x  w (heads, 128, 512)  ->  (T, heads, 128)
 
-Heads are a stride, never a transposed copy. On Hopper these two shapes have kernels of their own (bmm_few.py, bmm_hopper.py); the
-rest runs in those of `dense_gemm`, with one batch a head.
+Heads are a stride, never a transposed copy. On Hopper these two shapes have kernels of their own (bmm_few.py, bmm_hopper.py),
+which take others of whole 128s too; the rest runs in those of `dense_gemm`, with one batch a head.
 """
 
 import torch

@@ -7,17 +7,31 @@ from moe_ops.core.formats import ceil_div
 
 #: Most tokens of the kernel in bmm_few.py, and most blocks of 128x128 that one of its programs holds.
 FEW_TOKENS, FEW_BLOCKS = 32, 8
+#: Slots of the two rings of bmm_hopper.py: the rows of an item x 128 of K, and 128 weight rows x 128 of K. Even for warpgroups that take turns
+#: at them: one that skipped a round of a slot would take an old phase of its barrier for the new one.
+A_SLOTS, W_SLOTS = 4, 4
+
+
+def ring_reason(fmt: str, heads: int, n: int, k: int, arch: Arch) -> str | None:
+    """None where bmm_hopper.py has a kernel for a problem, else why not. It is made for the projections of absorbed MLA."""
+    if fmt != "fp8_block":
+        return "the Gluon kernels take fp8_block"
+    if not arch.has_wgmma:
+        return "the Gluon kernels are for SM90"
+    if n == 0 or n % 128 or k % 128 or heads * n >= 2**31:
+        return "the Gluon kernels want N and K in whole 128s"
+    steps = (n // 128) * (k // 128)
+    if min(n, k) > 128 or (steps > 1 and steps % 2):
+        return f"beyond {FEW_TOKENS} tokens the Gluon kernel wants N or K of 128 and the other in whole 256s"
+    return None
 
 
 def hopper_kernel(fmt: str, tokens: int, heads: int, n: int, k: int, arch: Arch) -> str | None:
-    """The Gluon kernel for a problem, "few" (bmm_few.py) or "ring" (bmm_hopper.py), or None. Both are made for the projections of absorbed MLA."""
-    if fmt != "fp8_block" or not arch.has_wgmma or n % 128 or k % 128 or heads * n >= 2**31:
-        return None
-    steps = (n // 128) * (k // 128)
-    if tokens <= FEW_TOKENS and steps // few_parts(heads, n, arch) <= FEW_BLOCKS:
-        return "few"
-    # one block of K or one tile of columns; an even number of steps, because warpgroups that take turns at them need slots of their own
-    return "ring" if min(n, k) == 128 and (steps == 1 or steps % 2 == 0) else None
+    """The Gluon kernel for a problem, "few" (bmm_few.py) or "ring" (bmm_hopper.py), or None."""
+    if fmt == "fp8_block" and arch.has_wgmma and n > 0 and n % 128 == 0 and k % 128 == 0 and heads * n < 2**31 and tokens <= FEW_TOKENS:
+        if (n // 128) * (k // 128) // few_parts(heads, n, arch) <= FEW_BLOCKS:
+            return "few"
+    return "ring" if ring_reason(fmt, heads, n, k, arch) is None else None
 
 
 def few_parts(heads: int, n: int, arch: Arch) -> int:
@@ -35,25 +49,28 @@ def hopper_items(tokens: int, heads: int) -> int:
     return heads * ceil_div(tokens, hopper_rows(tokens))
 
 
-def view_of_heads(a: torch.Tensor) -> tuple[list[int], list[int], int, bool] | None:
+def view_of_heads(a: torch.Tensor) -> tuple[list[int], list[int], int, int] | None:
     """How a (T, heads, K) is one matrix for TMA, or None where it is not: rows must lie on 16-byte boundaries.
 
     Returns:
-        Its shape and strides, the distance from one head to the next, and whether that counts rows (heads lie one after another) or
-        columns (they lie beside each other in a token's row).
+        Its shape and strides, and what lies between one head and the next: rows (heads one after another) and columns (heads beside each
+        other in a token's row), one of them 0, both where all heads are one.
     """
     (tokens, heads, k), (stride_t, stride_h) = a.shape, a.stride()[:2]
-    unit = 16 // a.element_size()
-    if heads == 1:
-        stride_h = k
-    if tokens == 1:  # its own distance can be anything
-        stride_t = heads * stride_h
-    if a.data_ptr() % 16 or stride_t % unit or stride_h % unit or min(stride_t, stride_h) < k:
+    unit, most = 16 // a.element_size(), 2**31
+    if a.data_ptr() % 16 or (tokens > 1 and (stride_t % unit or stride_t < k)) or (heads > 1 and stride_h % unit):
         return None
-    if (heads - 1) * stride_h + k <= stride_t:
-        return [tokens, (heads - 1) * stride_h + k], [stride_t, 1], stride_h, False
-    if stride_h % stride_t == 0 and (tokens - 1) * stride_t + k <= stride_h:
-        return [(heads - 1) * (stride_h // stride_t) + tokens, k], [stride_t, 1], stride_h // stride_t, True
+    if heads == 1 or stride_h == 0:
+        return [tokens, k], [stride_t if tokens > 1 else k, 1], 0, 0
+    if stride_h < k:
+        return None
+    if tokens == 1:  # the distance of its tokens can be anything
+        return [heads, k], [stride_h, 1], 1, 0
+    if (heads - 1) * stride_h + k <= min(stride_t, most):
+        return [tokens, (heads - 1) * stride_h + k], [stride_t, 1], 0, stride_h
+    rows = (heads - 1) * (stride_h // stride_t) + tokens
+    if stride_h % stride_t == 0 and (tokens - 1) * stride_t + k <= stride_h and rows < most:
+        return [rows, k], [stride_t, 1], stride_h // stride_t, 0
     return None
 
 

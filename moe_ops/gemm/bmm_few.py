@@ -113,10 +113,12 @@ def launch_bmm_few(
         return
     a, w = as_e4m3(a), as_e4m3(w)
     stride_sam, stride_sah, stride_sak = (0, 0, 0) if a_scale is None else a_scale.stride()
-    stride_am = a.stride(0) if tokens > 1 else a.stride(1) * heads  # a single token's distance can be anything, and would compile anew
+    # a single token's distance can be anything, and would compile anew
+    stride_am = max(a.stride(0), heads * a.stride(1)) if tokens == 1 else a.stride(0)
+    stride_om = max(out.stride(0), heads * out.stride(1)) if tokens == 1 else out.stride(0)
     launch(
         "bmm", _bmm_few_kernel, (heads * parts,),
         a, a_scale, TensorDescriptor(w, [heads * n, k], [k, 1], [128, 128], _BOX), w_scale, out,
-        tokens, a.stride(1), stride_am, stride_sah, stride_sam, stride_sak, out.stride(1), out.stride(0),
+        tokens, a.stride(1), stride_am, stride_sah, stride_sam, stride_sak, out.stride(1), stride_om,
         N=n, K=k, T=16 if tokens <= 16 else 32, PARTS=parts, RULE=rule, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip

@@ -3,7 +3,7 @@
     k_b_proj   K = 128    a block of rows is quantized once and meets all column tiles of its head
     v_b_proj   N = 128    the blocks of K of a block of rows meet one column tile
 
-One program on each SM walks neighbouring items of (head, 128 rows), whose weights stay in shared memory; three roles:
+One program on each SM walks neighbouring items of (head, 64 or 128 rows); up to four blocks of weights stay for all items of a head. Three roles:
 
     producer        one warp: activations and weights by TMA through a ring each, across items
     two consumers   a warpgroup each, 64 rows each; with 64 rows in all they take turns at the steps instead (along K their sums are added). They
@@ -20,14 +20,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3, ceil_div
 from moe_ops.core.launch import launch
-from moe_ops.gemm.bmm_config import hopper_items, hopper_rows, view_of_heads
+from moe_ops.gemm.bmm_config import A_SLOTS, W_SLOTS, hopper_items, hopper_rows, view_of_heads
 from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, thread_barrier, tma_load
 from moe_ops.gemm.hopper_epilogue import store
 from moe_ops.gemm.hopper_quantize import load_wide, quantize
-
-#: Slots of the two rings: the rows of an item x 128 of K, and 128 weight rows x 128 of K. Even for consumers that take turns at them: one that
-#: skipped a round of a slot would take an old phase of its barrier for the new one.
-A_SLOTS, W_SLOTS = 4, 4
 
 
 @gluon.jit
@@ -40,8 +36,8 @@ def _share(items):
 
 @gluon.jit
 def _producer(
-    a_desc, w_desc, tokens, stride_ha, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, BY_HEAD: gl.constexpr, A_BYTES: gl.constexpr, A_SLOTS: gl.constexpr,
+    a_desc, w_desc, tokens, head_rows, head_columns, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, A_BYTES: gl.constexpr, A_SLOTS: gl.constexpr,
     W_SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     KB: gl.constexpr = K // 128
@@ -57,8 +53,8 @@ def _producer(
     for item in range(start, end):
         head = item // m_tiles
         t0 = item % m_tiles * ROWS
-        row = t0 + head * stride_ha if BY_HEAD else t0
-        column = 0 if BY_HEAD else head * stride_ha
+        row = t0 + head * head_rows
+        column = head * head_columns
         for i in range(STEPS):
             if i < KB:
                 slot = ia % A_SLOTS
@@ -178,13 +174,13 @@ def _consumer(
         turn += last.to(gl.int32)
 
 
-@gluon.jit(do_not_specialize=["tokens", "items", "stride_ha", "stride_sah", "stride_sam", "stride_sak"])
+@gluon.jit(do_not_specialize=["tokens", "items", "head_rows", "head_columns", "stride_sah", "stride_sam", "stride_sak"])
 def _bmm_hopper_kernel(
-    a_desc, sa_ptr, w_desc, sw_ptr, out_ptr, tokens, items, stride_ha, stride_sah, stride_sam, stride_sak, stride_oh, stride_om,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, BY_HEAD: gl.constexpr, A_SLOTS: gl.constexpr,
+    a_desc, sa_ptr, w_desc, sw_ptr, out_ptr, tokens, items, head_rows, head_columns, stride_sah, stride_sam, stride_sak, stride_oh, stride_om,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr,
     W_SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """K is 128 or N is 128. Rows of a head lie `stride_ha` columns (or, BY_HEAD, rows) of `a_desc` after those of the head before."""
+    """K is 128 or N is 128. A head's rows lie `head_rows` rows and `head_columns` columns of `a_desc` after those of the head before."""
     BITS: gl.constexpr = a_desc.dtype.primitive_bitwidth
     boxes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=BITS, rank=2)
     bytes_: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -216,8 +212,8 @@ def _bmm_hopper_kernel(
                          sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
             (_consumer, (1, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om, a_bufs, w_bufs,
                          sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
-            (_producer, (a_desc, w_desc, tokens, stride_ha, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
-                         N, K, ROWS, BY_HEAD, 64 * 128 * BITS // 8, A_SLOTS, W_SLOTS, PDL)),
+            (_producer, (a_desc, w_desc, tokens, head_rows, head_columns, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
+                         N, K, ROWS, 64 * 128 * BITS // 8, A_SLOTS, W_SLOTS, PDL)),
         ],
         [4, 1],
         [232, 40],
@@ -230,7 +226,7 @@ _BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 def launch_bmm_hopper(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, rule: str
 ) -> None:  # fmt: skip
-    """Launch on given buffers that `bmm_config.uses_hopper` accepts; allocates nothing.
+    """Launch on given buffers that `bmm_config.kernel_for` calls "ring"; allocates nothing.
 
     Args:
         a: (T, heads, K), e4m3 bits with `a_scale` (T, heads, K / 128), or 16-bit, quantized by `rule`.
@@ -243,7 +239,7 @@ def launch_bmm_hopper(
         return
     view = view_of_heads(a)
     assert view is not None
-    shape, strides, stride_ha, by_head = view
+    shape, strides, head_rows, head_columns = view
     a, w = as_e4m3(a), as_e4m3(w)
     bits = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * a.element_size(), rank=2)
     rows, items = hopper_rows(tokens), hopper_items(tokens, heads)
@@ -254,7 +250,7 @@ def launch_bmm_hopper(
         "bmm", _bmm_hopper_kernel, (ceil_div(items, ceil_div(items, arch_of(a.device).sms)),),
         TensorDescriptor(a, shape, strides, [64, 128], bits), a_scale,
         TensorDescriptor(w, [heads * n, k], [k, 1], [128, 128], _BOX), w_scale, out,
-        tokens, items, stride_ha, stride_sah, stride_sam, stride_sak, out.stride(1), out.stride(0),
-        N=n, K=k, ROWS=rows, RULE=rule, BY_HEAD=by_head, A_SLOTS=slots, W_SLOTS=W_SLOTS,
+        tokens, items, head_rows, head_columns, stride_sah, stride_sam, stride_sak, out.stride(1), out.stride(0),
+        N=n, K=k, ROWS=rows, RULE=rule, A_SLOTS=slots, W_SLOTS=W_SLOTS,
         num_warps=4, maxnreg=168, enable_fp_fusion=True,
     )  # fmt: skip

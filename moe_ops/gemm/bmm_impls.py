@@ -6,11 +6,10 @@ import torch
 
 from moe_ops.gemm import cutlass_choice as cutlass
 from moe_ops.gemm.bmm import bmm_ref
-from moe_ops.gemm.bmm_config import FEW_TOKENS, few_parts, hopper_kernel, hopper_rows
+from moe_ops.gemm.bmm_config import FEW_TOKENS, W_SLOTS, few_parts, hopper_kernel, hopper_rows, ring_reason
 from moe_ops.gemm.deep_gemm import bmm_plan, bmm_reason, deep_gemm_bmm, refuse_traced
 from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
-from moe_ops.gemm.dense_impls import config_words
-from moe_ops.gemm.grouped_impls import torch_reason, triton_reason
+from moe_ops.gemm.grouped_impls import operand_words, torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.quant.quantize import _op as quantize_rows
 
@@ -19,16 +18,20 @@ def _triton_plan(p: Problem, where: Where) -> str:
     inside = "quantizing inside, " if p.unquantized else ""
     if p.pinned:
         return f"Triton kernel, {inside}the config given"
+    problem = DenseGemmProblem(p.rows, p.groups, p.n, p.k, p.fmt, p.unquantized)
+    config = heuristic(problem, where.arch)
     kernel = hopper_kernel(p.fmt, p.rows, p.groups, p.n, p.k, where.arch)
     if kernel == "few":
         parts = few_parts(p.groups, p.n, where.arch)
-        return f"Gluon kernel for few tokens, {inside}weights whole in shared memory, {parts} programs a head; at most {FEW_TOKENS} tokens"
+        what = f"Gluon kernel for at most {FEW_TOKENS} tokens, {inside}programs a head: {parts}"
+        return f"{what}; with a weight off the 16-byte grid, Triton kernel, {config}"
     if kernel == "ring":
-        return f"Gluon kernel with warp roles, {inside}{hopper_rows(p.rows)} rows a step, a head's weights kept; rows on 16-byte boundaries assumed"
-    problem = DenseGemmProblem(p.rows, p.groups, p.n, p.k, p.fmt, p.unquantized)
-    config = heuristic(problem, where.arch)
+        kept = "a head's weights kept in shared memory" if (p.n // 128) * (p.k // 128) <= W_SLOTS else "weights read for each item"
+        off = "with operands off the 16-byte grid, or heads that are not at one distance of rows or columns"
+        return f"Gluon kernel with warp roles, {inside}{hopper_rows(p.rows)} rows an item, {kept}; {off}, Triton kernel, {config}"
     quantizes = "; quantizes inside: bmm has no kernel before it" if p.unquantized else ""
-    return f"Triton kernel, {inside}{config}; {config_words(config, problem, where.arch)}{quantizes}"
+    words = f"{ring_reason(p.fmt, p.groups, p.n, p.k, where.arch)}; {operand_words(config)}"
+    return f"Triton kernel, {inside}{config}; {words}{quantizes}"
 
 
 def _torch_plan(p: Problem, where: Where) -> str:

@@ -36,6 +36,12 @@ COMPILE_CASES += [
     for tokens in (32, 64, 512)
     for n, k in ((512, 128), (128, 512))
 ]
+# one step, more steps than slots, blocks in both directions
+COMPILE_CASES += [
+    (f"bmm tokens={tokens} N={n} K={k} {rule}", _call("fp8_block", tokens, rule, n, k), (90,))
+    for tokens, n, k in ((20, 128, 128), (40, 128, 128), (300, 128, 128), (40, 128, 2048), (300, 1024, 128), (20, 256, 256))
+    for rule in ("given", "fp32")
+]
 EXPECT = {
     "_bmm_few_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"]},
     "_bmm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", "setmaxnreg"]},

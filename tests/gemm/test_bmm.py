@@ -8,6 +8,7 @@ from moe_ops.core.arch import arch_of_capability
 from moe_ops.core.formats import as_bytes
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.bmm import _bmm_triton, bmm_into, bmm_ref
+from moe_ops.gemm.bmm_config import few_parts, hopper_kernel, view_of_heads
 from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal
 from moe_ops.quant.fold import fold_weight
 
@@ -113,7 +114,11 @@ def test_tail_a_tile_never_takes_the_next_heads_rows(device, fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("tokens,heads", [(0, 2), (3, 0)])
 def test_empty(device, fmt, tokens, heads):
-    """EMPTY: no tokens or no heads; nothing is launched."""
+    """EMPTY: no tokens, no heads or no columns; nothing is launched."""
+    if fmt == "fp8_block":
+        none = (torch.zeros(0, dtype=torch.float32, device=device).view(2, 0, 1), fmt, "fp32", torch.float32)
+        x = torch.zeros(4, 2, 128, dtype=torch.bfloat16, device=device)
+        assert _bmm_triton(x, None, torch.zeros(2, 0, 128, dtype=torch.uint8, device=device), *none).shape == (4, 2, 0)
     w = torch.zeros(heads, 64, 128, dtype=torch.bfloat16, device=device)
     x = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16, device=device)
     if fmt == "plain" or heads:
@@ -200,6 +205,53 @@ def test_one_head_takes_no_config_of_the_kernel_with_programs():
             assert heuristic(DenseGemmProblem(tokens, 1, n, 512, "fp8_block", aligned=True), arch).programs > 0
             plan = explain("bmm", rows=tokens, n=n, k=512, groups=1, device="sm90")["triton"].plan
             assert "programs=0" in plan
+
+
+def test_which_gluon_kernel():
+    arch = arch_of_capability(90)
+    assert hopper_kernel("fp8_block", 32, 128, 512, 128, arch) == "few" and hopper_kernel("fp8_block", 33, 128, 512, 128, arch) == "ring"
+    assert hopper_kernel("fp8_block", 1, 128, 128, 4096, arch) == "ring"  # too many blocks for one program
+    for other in (
+        (64, 128, 384, 128),
+        (64, 128, 256, 256),
+        (1, 128, 80, 128),
+        (1, 128, 512, 64),
+        (1, 128, 0, 128),
+        (64, 128, 0, 128),
+        (1, 2**22, 512, 128),
+    ):
+        assert hopper_kernel("fp8_block", *other, arch) is None
+    assert hopper_kernel("mxfp8", 1, 128, 512, 128, arch) is None and hopper_kernel("fp8_block", 1, 128, 512, 128, arch_of_capability(100)) is None
+    assert (few_parts(128, 512, arch), few_parts(16, 512, arch), few_parts(128, 128, arch)) == (2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "a,view",
+    [
+        (torch.empty(5, 3, 128, dtype=torch.bfloat16), ([5, 384], [384, 1], 0, 128)),
+        (torch.empty(5, 3, 192, dtype=torch.bfloat16)[..., 64:], ([5, 512], [576, 1], 0, 192)),
+        (torch.empty(3, 5, 128, dtype=torch.bfloat16).transpose(0, 1), ([15, 128], [128, 1], 5, 0)),
+        (torch.empty(3, 9, 136, dtype=torch.bfloat16)[:, :5, :128].transpose(0, 1), ([23, 128], [136, 1], 9, 0)),
+        (torch.empty(5, 1, 128, dtype=torch.bfloat16).expand(5, 3, 128), ([5, 128], [128, 1], 0, 0)),
+        (torch.empty(5, 1, 160, dtype=torch.bfloat16)[..., :128], ([5, 128], [160, 1], 0, 0)),
+        (torch.empty(1, 3, 128, dtype=torch.bfloat16), ([3, 128], [128, 1], 1, 0)),
+        (torch.empty(3, 4096, 128, dtype=torch.bfloat16)[:, :1].transpose(0, 1), ([3, 128], [4096 * 128, 1], 1, 0)),
+        (torch.empty(1, 3, 128, dtype=torch.bfloat16).expand(5, 3, 128), None),  # all tokens are one
+        (torch.empty(5, 3, 132, dtype=torch.bfloat16)[..., :128], None),  # heads off the grid
+        (torch.empty(5, 3, 136, dtype=torch.uint8)[..., :128], None),
+        (torch.empty(5, 3, 144, dtype=torch.uint8)[..., :128], ([5, 416], [432, 1], 0, 144)),
+        (torch.empty(5, 3, 256, dtype=torch.bfloat16)[..., 4:132], None),  # the first row off the grid
+    ],
+)
+def test_heads_as_one_matrix(a, view):
+    """LAYOUT: heads beside each other, one after another, all the same one; what TMA cannot take is left to the other kernel."""
+    assert view_of_heads(a) == view
+    if view is not None:  # every row that the kernel addresses is the head's own
+        shape, strides, rows, columns = view
+        for t in {0, a.shape[0] - 1}:
+            for h in {0, a.shape[1] - 1}:
+                assert (t + h * rows) * strides[0] + h * columns == t * a.stride(0) * (a.shape[0] > 1) + h * a.stride(1)
+                assert t + h * rows < shape[0] and h * columns + a.shape[2] <= shape[1]
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])

@@ -6,7 +6,7 @@ import torch
 from moe_ops import bmm, make_qtensor, quantize, quantize_weight
 from moe_ops.core.arch import arch_of
 from moe_ops.core.numerics import relative_error, uneven
-from moe_ops.gemm.bmm_config import FEW_TOKENS, few_parts, hopper_kernel
+from moe_ops.gemm.bmm_config import FEW_TOKENS
 from moe_ops.gemm.grouped import dequantized
 from moe_ops.quant.fold import fold_weight
 from moe_ops.quant.rows import rows_ref
@@ -47,6 +47,7 @@ def test_every_form_of_the_activation(n, k, tokens, heads):
     check(x[..., :k], w, torch.bfloat16)
     check(x[..., 64:].half(), w, torch.float16)
     check(first.transpose(0, 1), w, torch.float32)
+    check(x[:, :1, :k].expand(tokens, heads, k), w, torch.bfloat16)
     for layout in ("row_major", "mn_major"):
         check(quantize(x[..., :k].contiguous(), "fp8_block", layout=layout), w, torch.bfloat16)
     check(x[..., :k], weight(heads, n, k, True), torch.float32)
@@ -104,10 +105,3 @@ def test_graph_replay_over_changed_activations(tokens):
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, bmm(x, w))
-
-
-def test_which_kernel():
-    arch = arch_of(torch.device("cuda"))
-    assert hopper_kernel("fp8_block", 32, 128, 512, 128, arch) == "few" and hopper_kernel("fp8_block", 33, 128, 512, 128, arch) == "ring"
-    assert hopper_kernel("fp8_block", 64, 128, 384, 128, arch) is None and hopper_kernel("mxfp8", 1, 128, 512, 128, arch) is None
-    assert (few_parts(128, 512, arch), few_parts(16, 512, arch), few_parts(128, 128, arch)) == (2, 4, 1)

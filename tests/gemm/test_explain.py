@@ -229,7 +229,7 @@ def test_dense_gemm_chooses_in_the_same_way(monkeypatch, installed):
 
 def test_bmm_chooses_in_the_same_way(installed):
     answer = explain("bmm", rows=32, n=512, k=128, groups=128, unquantized=True, device="sm90")
-    assert answer.chosen == "triton" and "quantizing inside, DenseGemmConfig(" in answer["triton"].plan and "head by head" in answer["torch"].plan
+    assert answer.chosen == "triton" and "at most 32 tokens, quantizing inside" in answer["triton"].plan and "head by head" in answer["torch"].plan
     problem = Problem("bmm", "fp8_block", 32, 512, 128, 128, unquantized=True)
     assert choose(problem, HOPPER, "deep_gemm").plan(problem, HOPPER) == "deep_gemm, fp8_einsum, after a kernel that quantizes"
     assert "takes fp8_block, not mxfp8" in explain("bmm", rows=32, n=512, k=128, groups=128, format="mxfp8", device="sm90")["deep_gemm"].reason

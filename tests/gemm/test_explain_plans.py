@@ -13,6 +13,7 @@ from moe_ops.gemm.grouped_config import GroupedGemmProblem, hopper_kernel, strea
 HOPPER = arch_of_capability(90)
 DECODE = dict(op="grouped_gemm", rows=16, n=3072, k=4096, groups=8)
 LINEAR = dict(op="dense_gemm", rows=8, n=1536, k=7168)
+HEADS = dict(op="bmm", n=512, k=128, groups=128, unquantized=True)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,21 @@ LINEAR = dict(op="dense_gemm", rows=8, n=1536, k=7168)
         ({**LINEAR, "format": "plain"}, "sm90", ["the Gluon kernel takes fp8_block"]),
         ({**LINEAR, "k": 7176}, "sm90", ["the Gluon kernel wants K % 16 == 0"]),
         (LINEAR, "sm120", ["the Gluon kernel is for SM90"]),
+        ({**HEADS, "rows": 8}, "sm90", ["Gluon kernel for at most 32 tokens, quantizing inside, programs a head: 2", "off the 16-byte grid, Triton"]),
+        ({**HEADS, "rows": 33}, "sm90", ["Gluon kernel with warp roles, quantizing inside, 64 rows an item, a head's weights kept in shared memory"]),
         (
-            dict(op="bmm", rows=8, n=512, k=128, groups=128, unquantized=True),
+            {**HEADS, "rows": 65, "n": 1024},
             "sm90",
-            ["Triton kernel, quantizing inside, DenseGemmConfig(", "behind dense_gemm alone", "bmm has no kernel before it"],
+            ["128 rows an item, weights read for each item", "at one distance of rows or columns, Triton kernel"],
         ),
+        (
+            {**HEADS, "rows": 33, "n": 384},
+            "sm90",
+            ["Triton kernel, quantizing inside, DenseGemmConfig(", "N or K of 128 and the other in whole 256s"],
+        ),
+        ({**HEADS, "rows": 8}, "sm100", ["the Gluon kernels are for SM90", "quantizes inside: bmm has no kernel before it"]),
+        ({**HEADS, "rows": 8, "format": "mxfp8"}, "sm90", ["the Gluon kernels take fp8_block"]),
+        ({**HEADS, "rows": 8, "k": 192}, "sm90", ["the Gluon kernels want N and K in whole 128s"]),
     ],
 )
 def test_the_chosen_plan_says_its_config_and_why(question, device, parts):
