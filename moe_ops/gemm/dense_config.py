@@ -242,8 +242,9 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
 #: what comes before and after a tile, and the share of it that a tile of at most 64 rows takes: within 17% of nine problems of 256 to 2048 rows
 #: (H200, 2026-11-30, results/nvidia_h200/kernel_variants.json, prefill_stores_and_order).
 ROLES_STEP_US, ROLES_TILE_US, ROLES_TAIL = (0.73, 0.875), 2.0, 0.6
-#: That kernel is asked about from here on: its tile has 128 rows.
-ROLES_ROWS = 64
+#: That kernel is asked about from here on, since its tile has 128 rows, and up to 128 rows for a short K alone. With 128 rows: 19.6 to 15.5 us at
+#: N x K = 24576 x 1536, 18.9 to 17.5 at 9216 x 4096, 48.0 to 52.5 at 18432 x 7168 (H200, 2026-11-30, dense_sweep.json, dense_splitk.json).
+ROLES_ROWS, ROLES_SHORT_K = 64, 4096
 #: The plain Triton kernel's time over `estimate_us` at more than 128 rows: 0.52 to 0.63 at M = 2048, N x K = 1536 x 7168, 7168 x 16384 and
 #: 9216 x 4096 (79.6, 591 and 190 us; H200, 2026-11-30).
 PLAIN_SHARE = 0.6
@@ -271,6 +272,8 @@ def roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
         return "the Gluon kernels are for SM90"
     if problem.fused or problem.rows <= ROLES_ROWS:
         return f"the kernel with warp roles is for more than {ROLES_ROWS} rows"
+    if problem.rows <= 128 and problem.k > ROLES_SHORT_K:
+        return f"the kernel with warp roles takes up to 128 rows for K up to {ROLES_SHORT_K} alone"
     if problem.rows >= HOPPER_ROWS:
         return f"the kernel with warp roles takes fewer than {HOPPER_ROWS} rows"
     if problem.n == 0 or problem.n % 256 or problem.k % 128:
