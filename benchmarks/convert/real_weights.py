@@ -96,16 +96,13 @@ def run(source, model, batch, options, out):
 
 
 def folds(source):
-    """What `fold_weight` says of each matrix in mxfp8: whether 128x128 powers of two keep its values, and the errors of its worst row and its whole."""
+    """What `fold_weight` says of each matrix in mxfp8: whether it folds, and what its worst row and the whole would lose."""
     plain, found = CheckpointFolder(source), {}
     for name in plain:
         if re.search(INCLUDE[0].removeprefix("re:"), name) and plain[name].dim() == 2:
             _, report = fold_weight(quantize_weight(plain[name], "mxfp8"))
-            found[name] = {
-                "folded": report.folded,
-                "row_error": float(f"{report.row_error:.3g}"),
-                "tensor_error": float(f"{report.tensor_error:.3g}"),
-            }
+            errors = {key: float(f"{getattr(report, key):.3g}") for key in ("row_error", "tensor_error")}
+            found[name] = {"folded": report.folded, **errors}
     return found
 
 
