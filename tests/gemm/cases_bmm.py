@@ -28,19 +28,18 @@ COMPILE_CASES = [
     (f"bmm {fmt} tokens={tokens} N={n} K={k} {rule}", _call(fmt, tokens, rule, n, k))
     for fmt, rules in (("fp8_block", ("given", "fp32", "folded")), ("mxfp8", ("given", "rceil")), ("plain", ("given",)))
     for rule in rules
-    for tokens in ((1, 32, 64, 512) if rule != "given" else (1, 512))
+    for tokens in ((1, 32, 64, 512) if rule in ("fp32", "rceil") else (1, 512))
     for n, k in ((512, 128), (128, 512))
 ]
 COMPILE_CASES += [
     (f"bmm into fp32, tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k, torch.float32), (90,))
-    for tokens in (32, 64, 512)
+    for tokens in (64, 512)
     for n, k in ((512, 128), (128, 512))
 ]
 # one step, more steps than slots, blocks in both directions
 COMPILE_CASES += [
-    (f"bmm tokens={tokens} N={n} K={k} {rule}", _call("fp8_block", tokens, rule, n, k), (90,))
+    (f"bmm tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k), (90,))
     for tokens, n, k in ((20, 128, 128), (40, 128, 128), (300, 128, 128), (40, 128, 2048), (300, 1024, 128), (20, 256, 256))
-    for rule in ("given", "fp32")
 ]
 EXPECT = {
     "_bmm_few_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"]},

@@ -98,12 +98,11 @@ def test_quotients_at_the_ties_of_e4m3(mode, device):
 
 
 @pytest.mark.parametrize("mode", FORMATS, ids=" ".join)
-@pytest.mark.parametrize("power", (0, -118, 100, 126), ids="2^{}".format)
+@pytest.mark.parametrize("power", (0, -118, 126), ids="2^{}".format)
 def test_every_pair_of_bf16_mantissas(mode, power, device):
     """CAST: each mantissa as a block's maximum, with each mantissa of each exponent below it: all quotients that bf16 data can have.
 
-    The first power leaves everything normal; scales then come to their bound, to reciprocals near 2^-100, and to reciprocals whose
-    remainder is subnormal.
+    The first power leaves everything normal; scales then come to their bound, and to reciprocals whose remainder is subnormal.
     """
     mantissa = 1 + torch.arange(128) / 128
     below = torch.cat([mantissa * 2.0**-e for e in range(20)])
