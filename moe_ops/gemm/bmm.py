@@ -39,7 +39,7 @@ def bmm_into(
     n = w.shape[1]
     if config is None and w_scale is not None:
         arch = arch_of(a.device)
-        kernel = kernel_for(a, w, fmt, arch)
+        kernel, view = kernel_for(a, w, fmt, arch)
         if kernel == "few":
             from moe_ops.gemm.bmm_few import launch_bmm_few
 
@@ -48,7 +48,7 @@ def bmm_into(
         if kernel == "ring":
             from moe_ops.gemm.bmm_hopper import launch_bmm_hopper
 
-            launch_bmm_hopper(a, a_scale, w, w_scale, out, rule)
+            launch_bmm_hopper(a, a_scale, w, w_scale, out, rule, view)
             return
     cfg = choose("bmm", DenseGemmProblem(tokens, heads, n, k, fmt, rule != "given"), a.device, config)
     part = a.new_empty((cfg.split, heads, tokens, n), dtype=torch.float32) if cfg.split > 1 else None

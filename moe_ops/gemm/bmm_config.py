@@ -1,5 +1,7 @@
 """Which batched GEMMs the Gluon kernels take, and how bmm_hopper.py sees the heads of an activation."""
 
+from typing import Any
+
 import torch
 
 from moe_ops.core.arch import Arch
@@ -74,8 +76,12 @@ def view_of_heads(a: torch.Tensor) -> tuple[list[int], list[int], int, int] | No
     return None
 
 
-def kernel_for(a: torch.Tensor, w: torch.Tensor, fmt: str, arch: Arch) -> str | None:
-    """`hopper_kernel` for these operands, which its TMA can read: e4m3 bits or 16-bit a (T, heads, K), w (heads, N, K) contiguous."""
+def kernel_for(a: torch.Tensor, w: torch.Tensor, fmt: str, arch: Arch) -> tuple[str | None, Any]:
+    """`hopper_kernel` for these operands, if its TMA can read them, and for "ring" the `view_of_heads` that it launches with.
+
+    a (T, heads, K) is e4m3 bits or 16-bit, w (heads, N, K) contiguous.
+    """
     heads, n, k = w.shape
     kernel = hopper_kernel(fmt, a.shape[0], heads, n, k, arch)
-    return None if w.data_ptr() % 16 or (kernel == "ring" and view_of_heads(a) is None) else kernel
+    view = view_of_heads(a) if kernel == "ring" else None
+    return (None, None) if w.data_ptr() % 16 or (kernel == "ring" and view is None) else (kernel, view)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3, ceil_div
 from moe_ops.core.launch import launch
-from moe_ops.gemm.bmm_config import A_SLOTS, W_SLOTS, hopper_items, hopper_rows, view_of_heads
+from moe_ops.gemm.bmm_config import A_SLOTS, W_SLOTS, hopper_items, hopper_rows
 from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, thread_barrier, tma_load
 from moe_ops.gemm.hopper_epilogue import store
 from moe_ops.gemm.hopper_quantize import load_wide, quantize
@@ -224,7 +224,8 @@ _BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 def launch_bmm_hopper(
-    a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, rule: str
+    a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, rule: str,
+    view: tuple[list[int], list[int], int, int],
 ) -> None:  # fmt: skip
     """Launch on given buffers that `bmm_config.kernel_for` calls "ring"; allocates nothing.
 
@@ -232,13 +233,12 @@ def launch_bmm_hopper(
         a: (T, heads, K), e4m3 bits with `a_scale` (T, heads, K / 128), or 16-bit, quantized by `rule`.
         w: (heads, N, K) contiguous; w_scale: contiguous.
         out: (T, heads, N), last stride 1.
+        view: `bmm_config.view_of_heads` of a.
     """
     heads, n, k = w.shape
     tokens = a.shape[0]
     if tokens == 0 or heads == 0:
         return
-    view = view_of_heads(a)
-    assert view is not None
     shape, strides, head_rows, head_columns = view
     a, w = as_e4m3(a), as_e4m3(w)
     bits = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * a.element_size(), rank=2)
