@@ -74,10 +74,13 @@ def expert_tiles(offsets_ptr, rows, capacity, E: gl.constexpr, BLOCK: gl.constex
 
 @gluon.jit
 def tile_line(offsets_ptr, rows, capacity, E: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr):
-    """The row tiles of 128 rows, expert by expert: keys for `find_tile`, (E2,) int32 in `layout`, and how many there are, below 2^21."""
+    """The row tiles of 128 rows, expert by expert: keys for `find_tile`, (E2,) int32 in `layout`; how many there are, below 2^21; and how many
+    of them have at most 64 rows.
+    """
     e, filled = expert_fill(offsets_ptr, rows, capacity, E, MASKED, layout)
     tiles = (filled + 127) // 128
-    return (gl.associative_scan(tiles, 0, _add) << 10) + e + 1, gl.sum(tiles, 0)
+    both = gl.sum(tiles + ((((filled + 63) // 64) & 1) << 21), 0)  # one sum: two spill a register more (SM90, Triton 3.6)
+    return (gl.associative_scan(tiles, 0, _add) << 10) + e + 1, both & 0x1FFFFF, both >> 21
 
 
 @gluon.jit

@@ -91,9 +91,9 @@ def _out_shape(a: torch.Tensor, w: torch.Tensor, order: torch.Tensor | None) -> 
 def grouped_gemm_into(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, top_k: int, fmt: str, segments: int, out: torch.Tensor, config: list[int] | None = None,
-    counter: torch.Tensor | None = None, early: bool = False,
+    early: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel on `out`; allocates nothing. Arguments as the op's; see `grouped_gemm`, and for the last two `grouped_hopper.launch_hopper`."""
+    """Launch a kernel on `out`; allocates nothing. Arguments as the op's; see `grouped_gemm`, and for the last `grouped_hopper.launch_hopper`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from moe_ops.core.launch import launch
@@ -116,7 +116,7 @@ def grouped_gemm_into(
             else:
                 from moe_ops.gemm.grouped_hopper import launch_hopper
 
-                launch_hopper("grouped_gemm", a, a_scale, w, w_scale, bias, out, None, offsets, order, top_k, counter=counter, early=early)
+                launch_hopper("grouped_gemm", a, a_scale, w, w_scale, bias, out, None, offsets, order, top_k, early=early)
             return
     cfg = heuristic(problem, arch) if config is None else GroupedGemmConfig.of_ints(config)
     reason = None if config is None else is_legal(cfg, problem, arch)

@@ -51,7 +51,7 @@ def grouped_act_ref(
 def grouped_act_into(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, top_k: int, act_kind: str, alpha: float, limit: float, up_offset: float, out: torch.Tensor, out_scale: torch.Tensor,
-    rule: str = "fp32", counter: torch.Tensor | None = None, early: bool = False, kernel: str | None = None,
+    rule: str = "fp32", early: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """One launch on given buffers. Arguments are not checked.
 
@@ -63,7 +63,6 @@ def grouped_act_into(
         offsets: (E + 1,) int32, read on the device.
         out, out_scale: (R, I) e4m3 bits and (R, I / 128) fp32, written in the filled rows.
         rule: how the result is quantized: "fp32", or "folded" for mxfp8 folded to 1x128 (`quant/fold.py`).
-        counter: one int32 that is 0, or None; with it the kernel for many rows may hand out tiles as programs become free.
         early: the predecessor on the stream is one of this package's kernels and wrote none of w, offsets and order: they may be read early.
         kernel: "stream", "hopper" or "triton"; None: `kernel_of`.
     """
@@ -82,7 +81,7 @@ def grouped_act_into(
     if kernel == "hopper":
         from moe_ops.gemm.grouped_hopper import launch_hopper
 
-        return launch_hopper("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, offsets, order, top_k, *act, counter, early)
+        return launch_hopper("grouped_act", a, a_scale, w, w_scale, bias, out, out_scale, offsets, order, top_k, *act, early)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from moe_ops.gemm.grouped_act_kernel import _grouped_act_kernel

@@ -2,8 +2,8 @@
 
 One program on each SM, three roles:
 
-    producer     finds the tiles and fills a ring of STAGES slots: 128 rows of A (TMA, or cp.async by row index), two boxes of 128 weight rows
-                 (TMA), and the scales of both (cp.async)
+    producer     finds the tiles, in turn or as a counter has it, and fills a ring of STAGES slots: 128 rows of A (TMA, or cp.async by row
+                 index), two boxes of 128 weight rows (TMA), and the scales of both (cp.async)
     consumer 0   rows 0 .. 63 of the tile     two 64x128 accumulators, one temporary: wgmma of K = 128, then promotion with both scales
     consumer 1   rows 64 .. 127
 
@@ -24,6 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3
 from moe_ops.core.launch import launch
+from moe_ops.core.zeroed import zeroed_words
+from moe_ops.gemm import grouped_config
 from moe_ops.gemm.gluon_compat import (
     cp_async,
     expert_rows,
@@ -64,8 +66,8 @@ def _ask(w_desc, w_row, kb, rows, bar, b_buf, HALF: gl.constexpr, GATHER: gl.con
 
 @gluon.jit
 def _producer(
-    a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
-    rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
+    a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, words_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty, tiles, tiles_full, tiles_empty,
+    rows_total, a_rows_total, capacity, least_rounds, least_tails, stride_am, stride_sam, stride_sak,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, STEP_N: gl.constexpr, TOP_K: gl.constexpr,
     GATHER: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
     EARLY: gl.constexpr, PDL: gl.constexpr,
@@ -79,7 +81,7 @@ def _producer(
     if PDL and not EARLY:
         gdc_wait()
     programs = gl.num_programs(0)
-    keys, m_tiles = tile_line(offsets_ptr, rows_total, capacity, E, MASKED, experts)
+    keys, m_tiles, tails = tile_line(offsets_ptr, rows_total, capacity, E, MASKED, experts)
     total = m_tiles * N_TILES
     last = total % programs
     if last * 2 > programs:
@@ -87,6 +89,8 @@ def _producer(
     whole = total - last  # the tiles of a last wave that fills at most half of the programs are shared out as halves of 64 rows
     end = whole + last * 2
     word = gl.arange(0, 4, flat)
+    if words_ptr is not None:
+        draws = (total >= least_rounds * programs) & (tails * 64 >= least_tails * m_tiles)
     r = gl.arange(0, 128, gl.SliceLayout(1, box))
     c = gl.arange(0, 128, gl.SliceLayout(0, box))
     s_i = gl.arange(0, 128, flat)
@@ -118,8 +122,9 @@ def _producer(
                         _ask(w_desc, w_row, kb, rows, full.index(kb), b_bufs.index(kb), HALF, GATHER)
                 gdc_wait()
         item += programs
-        if counter_ptr is not None:
-            item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if words_ptr is not None:  # after `gdc_wait`: the launch before this one may use the same words
+            if draws:
+                item = programs + gl.atomic_add(words_ptr, 1, sem="relaxed")
         if rows > 0:
             mbarrier.wait(tiles_empty.index(j % 2), ((j // 2) & 1) ^ 1)
             write_tile(tiles.index(j % 2), row0, rows, n, expert, flat)
@@ -156,6 +161,10 @@ def _producer(
     tiles.index(j % 2).store(gl.zeros([4], gl.int32, flat))
     thread_barrier()
     mbarrier.arrive(tiles_full.index(j % 2))
+    if words_ptr is not None:
+        if draws & (gl.program_id(0) < end):  # the last program that has drawn in vain leaves zeros
+            if gl.atomic_add(words_ptr + 1, 1, sem="acq_rel") == gl.minimum(programs, end) - 1:
+                gl.store(words_ptr + word, gl.zeros([4], gl.int32, flat), mask=word < 2)
     async_copy.wait_group(0)
 
 
@@ -251,15 +260,25 @@ def _consumer(
         tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows_total", "a_rows_total", "capacity", "stride_sam", "stride_sak", "zero", "alpha", "lowest", "limit", "up_offset"])
+@gluon.jit(
+    do_not_specialize=[
+        "rows_total", "a_rows_total", "capacity", "least_rounds", "least_tails", "stride_sam", "stride_sak", "zero", "alpha", "lowest", "limit",
+        "up_offset",
+    ]
+)  # fmt: skip
 def _grouped_gemm_hopper_kernel(
-    a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_desc, out_scale_ptr, offsets_ptr, order_ptr, counter_ptr,
-    rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak, stride_om, zero, alpha, lowest, limit, up_offset,
+    a, sa_ptr, w_desc, sw_ptr, bias_ptr, out_ptr, out_desc, out_scale_ptr, offsets_ptr, order_ptr, words_ptr,
+    rows_total, a_rows_total, capacity, least_rounds, least_tails, stride_am, stride_sam, stride_sak, stride_om,
+    zero, alpha, lowest, limit, up_offset,
     E: gl.constexpr, E2: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, MASKED: gl.constexpr,
     FUSED: gl.constexpr, KIND: gl.constexpr, RULE: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     BOXED: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Tiles are shared out in turn, or by `counter_ptr` (zero before the launch). `zero` is 0 at run time: wgmma overwrites in place."""
+    """Programs draw tiles from `words_ptr` (tiles drawn, programs done drawing; zeros before and after the launch) if there are `least_rounds` of
+    them for each program, and `least_tails` of 64 row tiles have at most 64 rows; else, or without words, they are shared out in turn.
+
+    `zero` is 0 at run time: wgmma overwrites in place.
+    """
     STEP_N: gl.constexpr = 128 if FUSED else 256
     HALF: gl.constexpr = N // 2 if FUSED else 128
     WARPS: gl.constexpr = 4 if GATHER else 1
@@ -294,8 +313,9 @@ def _grouped_gemm_hopper_kernel(
             (_consumer, (1, bias_ptr, out_ptr, out_desc, out_scale_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
                          tiles, tiles_full, tiles_empty, stage_bufs, amax_bufs, amax_bars, stride_om, zero, alpha, lowest, limit, up_offset,
                          N, K, STEP_N, HALF, GATHER, FUSED, KIND, RULE, STAGES, BOXED, PDL)),
-            (_producer, (a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, counter_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
-                         tiles, tiles_full, tiles_empty, rows_total, a_rows_total, capacity, stride_am, stride_sam, stride_sak,
+            (_producer, (a, sa_ptr, w_desc, sw_ptr, offsets_ptr, order_ptr, words_ptr, a_bufs, b_bufs, sa_bufs, sw_bufs, full, empty,
+                         tiles, tiles_full, tiles_empty, rows_total, a_rows_total, capacity, least_rounds, least_tails,
+                         stride_am, stride_sam, stride_sak,
                          E, E2, N, K, HALF, STEP_N, TOP_K, GATHER, MASKED, STAGES, GROUP_M, WARPS, EARLY, PDL)),
         ],
         [4, WARPS],
@@ -310,16 +330,14 @@ _BOX16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 def launch_hopper(
     op: str, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
     out_scale: torch.Tensor | None, offsets: torch.Tensor | None, order: torch.Tensor | None, top_k: int,
-    act_kind: str = "silu", alpha: float = 1.0, limit: float = math.inf, up_offset: float = 0.0, rule: str = "fp32",
-    counter: torch.Tensor | None = None, early: bool = False,
+    act_kind: str = "silu", alpha: float = 1.0, limit: float = math.inf, up_offset: float = 0.0, rule: str = "fp32", early: bool = False,
 ) -> None:  # fmt: skip
     """Launch on given buffers: with `out_scale` the fused GEMM1, without it the plain product in out's dtype.
 
     Args:
         out: rows at one distance, of whole 16 elements.
         offsets: (E + 1,) for a (R, K), or counts (E,) for a (E, capacity, K), or None for one expert that has all rows.
-        counter: one int32 that is 0, or None: then tiles are shared out in turn.
-        early: see `grouped_stream.launch_stream`.
+        early: see `grouped_stream.launch_stream`; and tiles are handed out whatever the tails (`grouped_config.HOPPER_TAILS`).
     """
     experts, n, k = w.shape
     arch = arch_of(a.device)
@@ -333,17 +351,19 @@ def launch_hopper(
     gather = order is not None
     rows = out.shape[0]
     operand = a if gather else TensorDescriptor.from_tensor(a, [64, 128], _BOX)
-    bound = (min(experts, rows) + rows // 128) * (n // 256)
+    programs, many = grouped_config.hopper_programs(rows, experts, n, arch)
+    words = zeroed_words(a.device, 2) if many and offsets is not None else None  # one expert has one tail at most
     lowest = lowest_gate(act_kind, alpha)
     if out_scale is not None:
         out = as_e4m3(out)
     boxed = out.element_size() in BOXED and out.data_ptr() % 16 == 0
     out_desc = TensorDescriptor.from_tensor(out, [64, 128], _BOX if out.element_size() == 1 else _BOX16) if boxed else None
     launch(
-        op, _grouped_gemm_hopper_kernel, (max(1, min(arch.sms, 2 * bound)),),
+        op, _grouped_gemm_hopper_kernel, (programs,),
         operand, a_scale, TensorDescriptor.from_tensor(w.view(experts * n, k), [128, 128], _BOX), w_scale, bias,
-        out, out_desc, out_scale, offsets, order, counter,
-        rows, a.shape[0], capacity, a.stride(0), *a_scale.stride(), out.stride(0), 0, alpha, lowest, limit, up_offset,
+        out, out_desc, out_scale, offsets, order, words,
+        rows, a.shape[0], capacity, grouped_config.HOPPER_ROUNDS, grouped_config.HOPPER_TAILS[early], a.stride(0), *a_scale.stride(), out.stride(0),
+        0, alpha, lowest, limit, up_offset,
         E=experts, E2=max(128, 1 << (experts - 1).bit_length()), N=n, K=k, TOP_K=top_k, GATHER=gather, MASKED=masked, FUSED=out_scale is not None,
         KIND=kind_of(act_kind, alpha, limit, up_offset), RULE=rule, STAGES=STAGES, GROUP_M=GROUP_M, BOXED=boxed, EARLY=early,
         num_warps=4, enable_fp_fusion=True,

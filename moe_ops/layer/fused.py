@@ -35,9 +35,6 @@ FUSE_ROWS = 64
 #: Tiles of 2 x 128 weight rows from which on the kernel that streams the weights is fused too. H200, Triton 3.6, 2026-11-30, one token: 28.2 us
 #: fused and 26.6 apart with 48 tiles (Qwen3-30B), 53.0 and 58.0 with 96 (Qwen3-235B).
 FUSE_TILES = 64
-#: Rounds of tiles on every SM from which on GEMMs hand out tiles as SMs become free. H200, Triton 3.6, 2026-11-30: 4 to 6% faster at 7.8 and
-#: 11.6 rounds, 4% slower at 5.8.
-DYNAMIC_ROUNDS = 7
 
 
 class Workspace(NamedTuple):
@@ -48,7 +45,6 @@ class Workspace(NamedTuple):
         h: GEMM1's output (R, 2I) fp32.
         aq, a_s: quantized (or 16-bit) activation rows (R, I) and their scales.
         y: GEMM2's rows (R, H).
-        counters: two int32, for the tiles that both GEMMs hand out.
     """
 
     xq: torch.Tensor
@@ -57,7 +53,6 @@ class Workspace(NamedTuple):
     aq: torch.Tensor
     a_s: torch.Tensor
     y: torch.Tensor
-    counters: torch.Tensor
 
 
 def fuses_gemm1(rows: int, w13: torch.Tensor, fmt: str, interleaved: bool, arch: Arch) -> bool:
@@ -75,11 +70,6 @@ def fuses_gemm1(rows: int, w13: torch.Tensor, fmt: str, interleaved: bool, arch:
     return arch.has_wgmma or rows >= FUSE_ROWS * experts
 
 
-def hands_out_tiles(rows: int, two_i: int, arch: Arch) -> bool:
-    """Whether the fused GEMMs share their tiles out as SMs become free, and not in turn."""
-    return rows * two_i >= DYNAMIC_ROUNDS * 128 * 256 * arch.sms
-
-
 def _fields(
     tokens: int, top_k: int, hidden: int, inter: int, fmt: str, dtype: torch.dtype, fused: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
@@ -89,7 +79,6 @@ def _fields(
     fields = {
         "h": ((0 if fused else rows, 2 * inter), torch.float32),
         "y": ((rows, hidden), y_dtype),
-        "counters": ((2,), torch.int32),
     }
     if fmt == "plain":
         nothing = ((0,), torch.uint8)
@@ -156,7 +145,6 @@ def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> N
     tokens, top_k = inverse.shape
     if tokens == 0:
         return
-    rows, two_i = tokens * top_k, w13.shape[1]
     filled = offsets[-1:]
     h = ws.h[: tokens * top_k]
     aq = ws.aq[: tokens * top_k]
@@ -168,16 +156,14 @@ def fused_moe_into(args: tuple[Any, ...], out: torch.Tensor, ws: Workspace) -> N
     else:
         scheme, rule = _SCHEMES[fmt]
         xq, xs, a_s = ws.xq[:tokens], ws.xs[:tokens], ws.a_s[: tokens * top_k]
-        quantize_into(x, xq, xs, None, scheme, rule, zero=ws.counters)
-        if fuses_gemm1(rows, w13, fmt, interleaved, arch_of(x.device)):
-            first, second = (ws.counters[:1], ws.counters[1:]) if hands_out_tiles(rows, two_i, arch_of(x.device)) else (None, None)
+        quantize_into(x, xq, xs, None, scheme, rule)
+        if fuses_gemm1(tokens * top_k, w13, fmt, interleaved, arch_of(x.device)):
             act = (act_kind, alpha, limit, up_offset)
-            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, offsets, order, top_k, *act, aq, a_s, rule, first, early=True)
+            grouped_act.grouped_act_into(xq, xs, w13, s13, b13, offsets, order, top_k, *act, aq, a_s, rule, early=True)
         else:
-            second = None
             grouped_gemm_into(xq, xs, w13, s13, b13, offsets, order, top_k, scheme, segments, h, early=True)
             silu_mul_quantize_into(h, aq, a_s, filled, scheme, rule, act_kind, alpha, limit, up_offset, interleaved)
-        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y, counter=second, early=True)
+        grouped_gemm_into(aq, a_s, w2, s2, b2, offsets, None, 1, scheme, 1, y, early=True)
     combine_into(y, inverse, weights, out)
 
 
@@ -218,12 +204,11 @@ def _out_fake(
     b2: torch.Tensor | None, weights: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, fmt: str, segments: int,
     act_kind: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
     out: torch.Tensor, xq: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, aq: torch.Tensor, a_s: torch.Tensor, y: torch.Tensor,
-    counters: torch.Tensor,
 ) -> None:  # fmt: skip
     return None
 
 
-_out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y", "counters"))
+_out_op = register("fused_moe_out", cuda=_out_cuda, cpu=_out_cpu, fake=_out_fake, mutates=("out", "xq", "xs", "h", "aq", "a_s", "y"))
 
 
 def layer_format(w: "QTensor | torch.Tensor") -> str:

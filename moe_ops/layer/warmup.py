@@ -101,8 +101,8 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
 
     The two GEMMs' choices are asked for every count; the other ops change at a few thresholds, which four counts an octave step over.
     """
-    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel, stream_tile
-    from moe_ops.layer.fused import fuses_gemm1, hands_out_tiles, layer_format
+    from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_kernel, hopper_programs, stream_tile
+    from moe_ops.layer.fused import fuses_gemm1, layer_format
 
     data = w13.data if isinstance(w13, QTensor) else w13
     experts, two_i, hidden = w13.shape
@@ -113,7 +113,6 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
         rows = tokens * top_k
         first, second = (GroupedGemmProblem(rows, experts, n, k, scheme) for n, k in ((two_i, hidden), (hidden, two_i // 2)))
         fused = fuses_gemm1(rows, data, fmt, False, arch)
-        dynamic = hands_out_tiles(rows, two_i, arch)
         return (
             heuristic(first, arch),
             heuristic(second, arch),
@@ -121,7 +120,7 @@ def representatives(w13: "QTensor | torch.Tensor", top_k: int, max_tokens: int) 
             hopper_kernel(second, 1, False, arch),
             stream_tile(rows, experts, two_i, True, arch)[0],
             fused,
-            dynamic,
+            *(hopper_programs(p.rows, p.experts, p.n, arch)[1] for p in (first, second)),
         )
 
     return sorted({*_changes(choice, max_tokens), *_grid(max_tokens)})

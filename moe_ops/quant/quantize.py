@@ -40,7 +40,7 @@ def _launcher() -> tuple[Any, Any, Any]:
 
 def quantize_into(
     x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor | None, fmt: str, rule: str, layout: str = "row_major",
-    config: RowConfig | None = None, zero: torch.Tensor | None = None,
+    config: RowConfig | None = None,
 ) -> None:  # fmt: skip
     """Quantize x into given buffers; allocates nothing on a GPU. The arguments are not checked.
 
@@ -53,7 +53,6 @@ def quantize_into(
         rule: one of the format's rules.
         layout: one of `core.formats.LAYOUTS`.
         config: work sharing, or None for the heuristic's.
-        zero: int32 (2,) that the launch sets to 0, or None.
     """
     kernel, launch, runs_kernels = _launcher()
     if not runs_kernels(x):
@@ -61,7 +60,7 @@ def quantize_into(
     if data.numel() == 0:
         return None
     grid, args, meta = row_arguments(x, data, scale, counts, fmt, rule, layout, config)
-    launch("quantize", kernel, grid, *args[:4], zero, *args[4:], **meta)
+    launch("quantize", kernel, grid, *args, **meta)
 
 
 def _quantize_triton(

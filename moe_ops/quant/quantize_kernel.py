@@ -9,20 +9,14 @@ from moe_ops.quant.row_tiles import encode, filled_row_blocks, locate_rows, stor
 
 @triton.jit(do_not_specialize=["rows", "experts", "padding", "stride_se", "stride_sm", "stride_sb"])
 def _quantize_kernel(
-    x_ptr, counts_ptr, data_ptr, scale_ptr, zero_ptr,
+    x_ptr, counts_ptr, data_ptr, scale_ptr,
     rows, experts, padding,
     stride_xe: tl.int64, stride_xm: tl.int64, stride_qe: tl.int64, stride_qm: tl.int64, stride_se: tl.int64, stride_sm: tl.int64, stride_sb: tl.int64,
     K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, LAYOUT: tl.constexpr, COUNTS: tl.constexpr, NUM_COUNTS: tl.constexpr,
     BLOCK_R: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x (experts, rows, K) -> e4m3 bits of the same shape, and scales. A program takes every num_programs-th tile of the filled rows.
-
-    `zero_ptr` (or None) names two int32 that become 0: counters of the kernels that follow.
-    """
+    """x (experts, rows, K) -> e4m3 bits of the same shape, and scales. A program takes every num_programs-th tile of the filled rows."""
     after_previous(PDL)
-    if zero_ptr is not None:
-        if tl.program_id(0) == 0:
-            tl.store(zero_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     TILES: tl.constexpr = (K + GROUPS * GROUP - 1) // (GROUPS * GROUP)
     GROUPS_TOTAL: tl.constexpr = (K + GROUP - 1) // GROUP
     zero_padding(scale_ptr, rows, padding, experts, stride_se, stride_sm, stride_sb, GROUPS_TOTAL, LAYOUT)

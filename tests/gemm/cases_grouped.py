@@ -36,6 +36,7 @@ COMPILE_CASES = [
     for fmt in ("fp8_block", "mxfp8", "plain")
     for rows, masked, k in ((8, False, K), (128, True, K), (4000, False, K), (2000, False, 576))
 ]
+COMPILE_CASES += [("grouped fp8_block rows=4000 masked", _call("fp8_block", 4000, True), (90,))]  # enough tiles to hand them out, as for packed rows
 COMPILE_CASES += [(f"grouped fp8_block rows={rows} plain Triton", _call("fp8_block", rows, pinned=True)) for rows in (8, 4000)]
 #: what a router's product takes on Hopper
 FEW_TILES = [GroupedGemmConfig(16, 64, 256, 4, 3, 3, True), GroupedGemmConfig(32, 64, 256, 4, 4, 3, True)]

@@ -9,16 +9,15 @@ from moe_ops.gemm.grouped_act import grouped_act_into
 E, H, I = 4, 512, 256
 
 
-def _act(kernel: str, gather: bool, kind: str = "silu", rule: str = "fp32", dynamic: bool = False, rows: int = 600):
+def _act(kernel: str, gather: bool, kind: str = "silu", rule: str = "fp32", early: bool = False, rows: int = 600):
     def call():
         R = rows
         a, sa = torch.zeros((R, H), dtype=torch.uint8), torch.ones((R, H // 128))
         w, sw = torch.zeros((E, 2 * I, H), dtype=torch.uint8), torch.ones((E, 2 * I // 128, H // 128))
         out, so = torch.zeros((R, I), dtype=torch.uint8), torch.zeros((R, I // 128))
         offsets, order = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(R, dtype=torch.int32)
-        counter = torch.zeros(1, dtype=torch.int32) if dynamic else None
         bias = torch.zeros((E, 2 * I)) if kind != "silu" else None
-        grouped_act_into(a, sa, w, sw, bias, offsets, order if gather else None, 2, kind, 1.0, math.inf, 0.0, out, so, rule, counter, dynamic, kernel)
+        grouped_act_into(a, sa, w, sw, bias, offsets, order if gather else None, 2, kind, 1.0, math.inf, 0.0, out, so, rule, early, kernel)
 
     return call
 
@@ -29,8 +28,8 @@ COMPILE_CASES = [
     ("gemm1 + silu, folded, hopper", _act("hopper", True, rule="folded"), (90,)),
     ("gemm1 + gelu, bias", _act("triton", False, "gelu_tanh"), (90, 100)),
     ("gemm1 + silu, gather, hopper", _act("hopper", True), (90,)),
-    ("gemm1 + silu, gather, hopper, tiles handed out", _act("hopper", True, dynamic=True), (90,)),
-    ("gemm1 + silu, gather, stream, early", _act("stream", True, dynamic=True), (90,)),
+    ("gemm1 + silu, gather, hopper, early, tiles handed out", _act("hopper", True, early=True, rows=1300), (90,)),
+    ("gemm1 + silu, gather, stream, early", _act("stream", True, early=True), (90,)),
     ("gemm1 + silu, stream, two programs an SM", _act("stream", True, rows=4), (90,)),
     ("gemm1 + silu, folded, stream", _act("stream", True, rule="folded"), (90,)),
     ("gemm1 + gelu, bias, stream", _act("stream", False, "gelu_tanh"), (90,)),

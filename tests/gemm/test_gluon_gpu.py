@@ -8,10 +8,11 @@ import torch
 from moe_ops import Routing, fused_moe, grouped_gemm, make_qtensor, quantize, quantize_weight
 from moe_ops.core.arch import arch_of
 from moe_ops.core.numerics import random_topk, relative_error, uneven
+from moe_ops.core.zeroed import zeroed_words
+from moe_ops.gemm import grouped_config
 from moe_ops.gemm.grouped import grouped_gemm_into, grouped_gemm_ref
 from moe_ops.gemm.grouped_act import grouped_act_into, grouped_act_ref
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, stream_tile
-from moe_ops.layer import fused
 from moe_ops.layer.fused import make_workspace
 from moe_ops.quant.quantize import quantize_into
 from moe_ops.quant.scale_layout import to_layout
@@ -25,6 +26,8 @@ if HOPPER:
 
 SILU = ("silu", 1.0, math.inf, 0.0)
 KERNELS = ["stream", "hopper"]
+#: Least rounds and least tails for which tiles are handed out: never, never but with words given to the kernel, always.
+SHARED_OUT = {"in turn": (10**6, (0, 0)), "in turn, with words": (0, (65, 65)), "handed out": (0, (0, 0))}
 
 
 def int32(values):
@@ -50,6 +53,23 @@ def run(kernel, args, bias, out, offsets, **more):
     launcher = launch_stream if kernel == "stream" else launch_hopper
     launcher("test", *args, bias, out, None, offsets, None, 1, **more)
     return out
+
+
+@pytest.fixture
+def share_out(monkeypatch):
+    """Sets how tiles are shared out: one of SHARED_OUT."""
+
+    def choose(how):
+        rounds, tails = SHARED_OUT[how]
+        monkeypatch.setattr(grouped_config, "HOPPER_ROUNDS", rounds)
+        monkeypatch.setattr(grouped_config, "HOPPER_TAILS", tails)
+
+    return choose
+
+
+def words():
+    """What launches on this stream draw tiles from."""
+    return zeroed_words(torch.device("cuda", torch.cuda.current_device()), 2)
 
 
 def plain(args, bias, offsets, rows):
@@ -112,13 +132,62 @@ def test_last_wave(last, rows):
     assert relative_error(out, plain(args, None, offsets, rows * e)) <= 1e-5
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("rows", [300, 4000])
-def test_tiles_handed_out_give_the_same_bits(rows):
-    """The counter decides who computes a tile, not how."""
+def test_tiles_handed_out_give_the_same_bits(share_out, rows, early):
+    """The counter decides who computes a tile, not how; launches one after another find the words zero and leave them so."""
     args = operands(rows, 5, 768, 512)
     offsets = int32([0, rows // 7, rows // 7, rows // 2, rows - 1, rows])
-    results = [run("hopper", args, None, nan(rows, 768), offsets, counter=c) for c in (None, int32([0]))]
-    assert torch.equal(*results)
+    results = []
+    for how in SHARED_OUT:
+        share_out(how)
+        outs = [nan(rows, 768) for _ in range(4)]
+        for out in outs:
+            run("hopper", args, None, out, offsets, early=early)
+        results += outs
+        assert not words().any()
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+def test_more_programs_than_tiles_draw(share_out, early):
+    """Room for 4000 rows, and none to three row tiles: programs without a tile take no part."""
+    args = operands(4000, 5, 512, 256)
+    for counts in ([0] * 5, [0, 0, 0, 0, 5], [1, 0, 130, 0, 0]):
+        offsets, results = offsets_of(counts), []
+        for how in SHARED_OUT:
+            share_out(how)
+            results += [run("hopper", args, None, nan(4000, 512), offsets, early=early) for _ in range(3)]
+            assert not words().any()
+        assert torch.isnan(results[0][sum(counts) :]).all() and not torch.isnan(results[0][: sum(counts)]).any()
+        assert all(torch.equal(r.nan_to_num(-1.0), results[0].nan_to_num(-1.0)) for r in results)
+
+
+def drawn(counts, early=False, masked=False):
+    """Whether a launch draws its tiles: it then takes the words' garbage for tiles drawn, and leaves zeros."""
+    n, k, e = 4096, 128, len(counts)
+    rows = (e, max(counts)) if masked else (sum(counts),)
+    a, w = (torch.zeros(*shape, k, dtype=torch.uint8, device="cuda") for shape in (rows, (e, n)))
+    sa, sw = torch.ones(*rows, 1, device="cuda"), torch.ones(e, n // 128, 1, device="cuda")
+    out, of = torch.empty(*rows, n, dtype=torch.bfloat16, device="cuda"), int32(counts) if masked else offsets_of(counts)
+    words()[0] = 1 << 20
+    launch_hopper("test", a, sa, w, sw, None, out, None, of, None, 1, early=early)
+    left = words()[0].item()
+    words().zero_()
+    assert left in (0, 1 << 20)
+    return left == 0
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["packed", "masked"])
+def test_what_decides_on_the_device(masked):
+    """Seven rounds, and one small tail in 16 row tiles where the launch is not early."""
+    tiles = -(-7 * arch_of(torch.device("cuda")).sms // 16)  # row tiles of seven rounds of 16 column tiles
+    few = -(-tiles // 16)
+    assert drawn([128] * tiles, early=True, masked=masked) and not drawn([128] * tiles, masked=masked)
+    assert drawn([64] * few + [128] * (tiles - few), masked=masked)
+    assert not drawn([65] * few + [128] * (tiles - few), masked=masked)
+    assert not drawn([64] * (few - 1) + [128] * (tiles - few + 1), masked=masked)
+    assert not drawn([64] * (tiles - 1), masked=masked) and not drawn([64] * (tiles - 1), early=True, masked=masked)
 
 
 LINES = {
@@ -132,12 +201,15 @@ LINES = {
 
 
 @pytest.mark.parametrize("counts", LINES.values(), ids=LINES.keys())
-def test_tails_in_turn_and_handed_out(counts):
+def test_tails_in_turn_and_handed_out(share_out, counts):
     rows, filled = sum(counts) + 5, sum(counts)
     args, offsets = operands(rows, len(counts), 768, 384), offsets_of(counts)
-    results = [run("hopper", args, None, nan(rows, 768), offsets, counter=c) for c in (None, int32([0]))]
+    results = []
+    for how in SHARED_OUT:
+        share_out(how)
+        results += [run("hopper", args, None, nan(rows, 768), offsets) for _ in range(3)]
     assert torch.isnan(results[0][filled:]).all() and not torch.isnan(results[0][:filled]).any()
-    assert torch.equal(results[1][:filled], results[0][:filled])
+    assert all(torch.equal(r.nan_to_num(-1.0), results[0].nan_to_num(-1.0)) for r in results) and not words().any()
     assert filled == 0 or relative_error(results[0][:filled], plain(args, None, offsets, rows)[:filled]) <= 1e-5
 
 
@@ -213,7 +285,7 @@ def test_mn_major_scales_and_masked_rows(counts):
 @pytest.mark.parametrize("rule", ["fp32", "folded"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rows", [40, 200], ids=["tails", "whole tiles"])
-def test_fused_epilogue_at_the_edges(kernel, rows, rule):
+def test_fused_epilogue_at_the_edges(share_out, kernel, rows, rule):
     """Gates of minus infinity and NaN, a NaN up, a zero row: as the definition has it; tiles handed out or in turn, the same bits."""
     h, i, e = 256, 256, 3
     x = quantize(uneven((rows, h), seed=1).cuda(), "fp8_block")
@@ -225,9 +297,10 @@ def test_fused_epilogue_at_the_edges(kernel, rows, rule):
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).to(torch.int32).cuda()
     args = (x.data.view(torch.uint8), x.scale, w.data.view(torch.uint8), w.scale, bias)
     results = []
-    for counter in (None, int32([0])):
+    for how in ("in turn", "handed out"):
+        share_out(how)
         bits, scale = torch.zeros(rows, i, dtype=torch.uint8, device="cuda"), nan(rows, i // 128)
-        grouped_act_into(*args, offsets, order, 1, *SILU, bits, scale, rule, counter, kernel=kernel)
+        grouped_act_into(*args, offsets, order, 1, *SILU, bits, scale, rule, kernel=kernel)
         results.append((bits, scale))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     ref_bits, ref_scale = grouped_act_ref(*args, offsets, order, 1, *SILU, rule)
@@ -267,18 +340,32 @@ def test_chained_rounds_in_one_graph():
         assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
 
 
-def test_counters_are_set_before_they_are_used(monkeypatch):
-    """A workspace whose counters hold anything, used twice: the launch before the GEMMs zeroes them."""
-    monkeypatch.setattr(fused, "DYNAMIC_ROUNDS", 0)
-    e, k, h, i, t = 8, 2, 512, 256, 900
+def test_both_gemms_of_a_layer_draw_from_the_same_words(share_out):
+    """One after the other, early, on one stream; in a graph each from its own."""
+    e, k, h, i, t = 8, 2, 1024, 256, 900
     w13 = quantize_weight((uneven((e, 2 * i, h), seed=1) * h**-0.5).cuda(), "fp8_block", segments=2)
     w2 = quantize_weight((uneven((e, h, i), seed=2) * i**-0.5).cuda(), "fp8_block")
     x, routing = uneven((t, h), seed=3).cuda(), Routing.from_topk(*[v.cuda() for v in random_topk(t, e, k)], e)
     workspace = make_workspace(t, k, w13)
+    share_out("in turn")
     want = fused_moe(x, w13, w2, routing)
-    for _ in range(2):
-        workspace.counters.fill_(10**6)
-        assert torch.equal(fused_moe(x, w13, w2, routing, out=torch.empty_like(x), workspace=workspace), want)
+    share_out("handed out")
+    outs = [torch.empty_like(x) for _ in range(4)]
+
+    def step():
+        for out in outs:
+            fused_moe(x, w13, w2, routing, out=out, workspace=workspace)
+
+    step()
+    assert all(torch.equal(out, want) for out in outs) and not words().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, want) for out in outs)
 
 
 def test_both_fused_decode_tiles_are_reached():

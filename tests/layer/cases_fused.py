@@ -24,5 +24,5 @@ def _call(fmt: str, tokens: int):
     return call
 
 
-COMPILE_CASES = [(f"fused {fmt} T={t}", _call(fmt, t)) for fmt in ("fp8_block", "mxfp8", "mxfp8_folded", "plain") for t in (2, 1000)]
-SPILLS = {"_grouped_gemm_hopper_kernel": (72, "what belongs to a tile, not to a step: most of it the producer's, two registers a consumer's")}
+COMPILE_CASES = [(f"fused {fmt} T={t}", _call(fmt, t)) for fmt in ("fp8_block", "mxfp8", "mxfp8_folded", "plain") for t in (2, 2000)]
+SPILLS = {"_grouped_gemm_hopper_kernel": (76, "what belongs to a tile, where K has two steps: two registers a consumer's, the others the producer's")}

@@ -9,7 +9,7 @@ from moe_ops.core.numerics import uneven
 from moe_ops.gemm import bmm as bmm_module
 from moe_ops.gemm import dense as dense_module
 from moe_ops.gemm import dense_config
-from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic
+from moe_ops.gemm.grouped_config import GroupedGemmProblem, heuristic, hopper_programs
 from moe_ops.layer.mla import absorbed_kv_b
 from moe_ops.layer.warmup import _changes, _grid, dense_counts, representatives
 from moe_ops.quant.fold import fold_weight
@@ -24,6 +24,17 @@ def test_every_choice_of_the_gemms_is_reached(monkeypatch):
     reached = {heuristic(GroupedGemmProblem(t * 8, 16, 3072, 4096, "plain"), arch) for t in counts}
     assert reached == {heuristic(GroupedGemmProblem(t * 8, 16, 3072, 4096, "plain"), arch) for t in range(1, 3001)}
     assert counts[0] == 1 and counts[-1] == 3000 and len(counts) < 80
+
+
+def test_the_first_count_that_may_hand_out_tiles_is_reached(monkeypatch):
+    """A kernel of its own, for each GEMM from a count of its own on."""
+    arch = arch_of_capability(90)
+    monkeypatch.setattr("moe_ops.layer.warmup.arch_of", lambda _: arch)
+    w13 = torch.empty((16, 3072, 4096), dtype=torch.bfloat16, device="meta")
+    counts = representatives(w13, 8, 3000)
+    for n in (3072, 4096):
+        first = next(t for t in range(1, 3001) if hopper_programs(t * 8, 16, n, arch)[1])
+        assert first in counts and not hopper_programs((first - 1) * 8, 16, n, arch)[1] and first - 1 > counts[0]
 
 
 def test_grid_and_changes():
