@@ -5,12 +5,11 @@ from typing import Any
 import torch
 
 from moe_ops.core.arch import Arch
-from moe_ops.core.formats import ceil_div
 
 #: Most tokens of the kernel in bmm_few.py, and most blocks of 128x128 that one of its programs holds.
 FEW_TOKENS, FEW_BLOCKS = 32, 8
-#: Slots of the two rings of bmm_hopper.py: the rows of an item x 128 of K, and 128 weight rows x 128 of K. Even for warpgroups that take turns
-#: at them: one that skipped a round of a slot would take an old phase of its barrier for the new one.
+#: Slots of bmm_hopper.py: 64 rows x 128 of K up to 64 tokens (`hopper_slots` beyond them), and 128 weight rows x 128 of K. Even for warpgroups that
+#: take turns at them: one that skipped a round of a slot would take an old phase of its barrier for the new one.
 A_SLOTS, W_SLOTS = 4, 4
 
 
@@ -41,14 +40,29 @@ def few_parts(heads: int, n: int, arch: Arch) -> int:
     return next(parts for parts in (4, 2, 1) if parts == 1 or (n // 128 % parts == 0 and heads * parts <= 2 * arch.sms))
 
 
-def hopper_rows(tokens: int) -> int:
-    """Rows of an item of the Gluon kernel: up to 64 its warpgroups share the steps, beyond them the rows."""
-    return 64 if tokens <= 64 else 128
+def hopper_consumers(tokens: int, k: int, dtype: torch.dtype, rule: str, out_dtype: torch.dtype) -> int:
+    """Warpgroups of bmm_hopper.py that quantize and multiply, each with 64 rows beyond 64 tokens, for an activation of `dtype` quantized by `rule`.
+
+    Each of three has 160 registers a thread where each of two has 232, and fewer slots (`hopper_slots`). H200, 2026-11-30, Triton 3.6, 128 heads,
+    bf16 out, us of three and of two at 128, 256 and 512 tokens: K = 512, N = 128 "fp32" 11.7 and 12.4, 17.9 and 19.1, 28.7 and 30.2; "given" 9.3 and
+    9.2, 13.3 and 14.0, 19.6 and 22.0; "folded" 34.3 and 31.9 at 512. K = 128, N = 512 "fp32" 10.7 and 10.5, 16.0 and 15.5, 26.6 and 26.1. Three that
+    quantize float16 spill 172 bytes a thread, three whose weights do not stay 8.
+    """
+    if not 128 < k <= 128 * W_SLOTS or out_dtype.itemsize > 2:
+        return 2
+    return 3 if (tokens > 128 and rule == "given") or (tokens > 64 and rule == "fp32" and dtype == torch.bfloat16) else 2
 
 
-def hopper_items(tokens: int, heads: int) -> int:
-    """Items of (head, rows) that the programs share."""
-    return heads * ceil_div(tokens, hopper_rows(tokens))
+def hopper_rows(tokens: int, k: int, dtype: torch.dtype, rule: str, out_dtype: torch.dtype) -> int:
+    """Rows of an item of bmm_hopper.py: up to 64 its warpgroups share the steps, beyond them the rows. Arguments as `hopper_consumers`'."""
+    return 64 if tokens <= 64 else 64 * hopper_consumers(tokens, k, dtype, rule, out_dtype)
+
+
+def hopper_slots(rows: int, a_bytes: int, out_bytes: int) -> int:
+    """Slots of each ring of activations: beyond 64 rows as many as fit beside the weights, the results on their way out and the barriers."""
+    if rows == 64:
+        return A_SLOTS
+    return (227 * 1024 - 2048 - W_SLOTS * 16384 - rows * 128 * out_bytes) // (rows * 128 * a_bytes)
 
 
 def view_of_heads(a: torch.Tensor) -> tuple[list[int], list[int], int, int] | None:

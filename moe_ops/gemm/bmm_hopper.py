@@ -3,12 +3,13 @@
     k_b_proj   K = 128    a block of rows is quantized once and meets all column tiles of its head
     v_b_proj   N = 128    the blocks of K of a block of rows meet one column tile
 
-One program on each SM walks neighbouring items of (head, 64 or 128 rows); up to four blocks of weights stay for all items of a head. Three roles:
+One program on each SM walks neighbouring items of (head, 64, 128 or 192 rows); up to four blocks of weights stay for all items of a head. Roles:
 
-    producer        one warp: activations and weights by TMA through a ring each, across items
-    two consumers   a warpgroup each, 64 rows each; with 64 rows in all they take turns at the steps instead (along K their sums are added). They
-                    read the activation in the layout in which the instruction takes its first operand from registers: quantized there, it is
-                    never written anywhere.
+    producers   a warp for each 64 rows: activations by TMA through a ring of its own, across items; the first one brings the weights too, in a
+                ring for all
+    consumers   two warpgroups, or three (`bmm_config.hopper_consumers`), 64 rows each; with 64 rows in all, two take turns at the steps instead
+                (along K their sums are added). They read the activation in the layout in which the instruction takes its first operand from
+                registers: quantized there, it is never written anywhere. 16-bit results of more than 64 tokens leave by TMA.
 """
 
 import torch
@@ -20,10 +21,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3, ceil_div
 from moe_ops.core.launch import launch
-from moe_ops.gemm.bmm_config import A_SLOTS, W_SLOTS, hopper_items, hopper_rows
-from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, thread_barrier, tma_load
-from moe_ops.gemm.hopper_epilogue import store
-from moe_ops.gemm.hopper_quantize import load_wide, quantize
+from moe_ops.gemm.bmm_config import W_SLOTS, hopper_rows, hopper_slots, view_of_heads
+from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, thread_barrier, tma_load, tma_store_wait
+from moe_ops.gemm.hopper_epilogue import store_tile
+from moe_ops.gemm.hopper_quantize import quantize_tile
 
 
 @gluon.jit
@@ -36,13 +37,14 @@ def _share(items):
 
 @gluon.jit
 def _producer(
-    a_desc, w_desc, tokens, head_rows, head_columns, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, A_BYTES: gl.constexpr, A_SLOTS: gl.constexpr,
-    W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+    P: gl.constexpr, a_desc, w_desc, tokens, items, head_rows, head_columns, rings,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     KB: gl.constexpr = K // 128
     STEPS: gl.constexpr = KB * (N // 128)
     KEPT: gl.constexpr = STEPS <= W_SLOTS
+    A_BYTES: gl.constexpr = 64 * 128 * a_desc.dtype.primitive_bitwidth // 8
+    a_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
     if PDL:
         gdc_wait()
     ia = 0
@@ -52,153 +54,201 @@ def _producer(
     before = -1
     for item in range(start, end):
         head = item // m_tiles
-        t0 = item % m_tiles * ROWS
-        row = t0 + head * head_rows
+        row = item % m_tiles * ROWS + head * head_rows + P * 64
         column = head * head_columns
-        for i in range(STEPS):
+        for i in range(STEPS if P == 0 else KB):
             if i < KB:
-                slot = ia % A_SLOTS
+                slot = P * A_SLOTS + (ia + i) % A_SLOTS
                 bar = a_full.index(slot)
-                mbarrier.wait(a_empty.index(slot), ((ia // A_SLOTS) & 1) ^ 1)
-                mbarrier.expect(bar, A_BYTES * (ROWS // 64))
-                tma_load(a_desc, [row, column + i * 128], bar, a_bufs.index(slot * (ROWS // 64)))
-                if ROWS == 128:
-                    tma_load(a_desc, [row + 64, column + i * 128], bar, a_bufs.index(slot * 2 + 1))
-                ia += 1
-            if head != before or not KEPT:
-                slot_w = i if KEPT else iw % W_SLOTS
-                turn = iw // STEPS if KEPT else iw // W_SLOTS
-                bar_w = w_full.index(slot_w)
-                mbarrier.wait(w_empty.index(slot_w), (turn & 1) ^ 1)
-                mbarrier.expect(bar_w, 128 * 128)
-                tma_load(w_desc, [head * N + i * 128, 0] if KB == 1 else [head * N, i * 128], bar_w, w_bufs.index(slot_w))
-                iw += 1
+                mbarrier.wait(a_empty.index(slot), (((ia + i) // A_SLOTS) & 1) ^ 1)
+                mbarrier.expect(bar, A_BYTES)
+                tma_load(a_desc, [row, column + i * 128], bar, a_bufs.index(slot))
+            if P == 0:
+                if head != before or not KEPT:
+                    slot_w = i if KEPT else iw % W_SLOTS
+                    turn = iw // STEPS if KEPT else iw // W_SLOTS
+                    bar_w = w_full.index(slot_w)
+                    mbarrier.wait(w_empty.index(slot_w), (turn & 1) ^ 1)
+                    mbarrier.expect(bar_w, 128 * 128)
+                    tma_load(w_desc, [head * N + i * 128, 0] if KB == 1 else [head * N, i * 128], bar_w, w_bufs.index(slot_w))
+                    iw += 1
+        ia += KB
         before = head
 
 
 @gluon.jit
+def _no_rows(at, rings, KB: gl.constexpr, STEPS: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, RING: gl.constexpr):
+    """An item none of whose rows are this warpgroup's: its slots are freed as they come."""
+    KEPT: gl.constexpr = STEPS <= W_SLOTS
+    _, _, a_full, a_empty, w_full, w_empty = rings
+    j, step, turn, last = at
+    for i in range(STEPS):
+        if i < KB:
+            slot = (j * KB + i) % A_SLOTS
+            mbarrier.wait(a_full.index(RING + slot), ((j * KB + i) // A_SLOTS) & 1)
+            mbarrier.arrive(a_empty.index(RING + slot))
+        if last or not KEPT:
+            slot_w = i if KEPT else (step + i) % W_SLOTS
+            mbarrier.wait(w_full.index(slot_w), (turn if KEPT else (step + i) // W_SLOTS) & 1)
+            mbarrier.arrive(w_empty.index(slot_w))
+
+
+@gluon.jit
 def _consumer(
-    WG: gl.constexpr, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om,
-    a_bufs, w_bufs, sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+    WG: gl.constexpr, scales, out, tokens, items, rings, sums, stages,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, BOXED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    STEPS: gl.constexpr = K // 128 * (N // 128)
-    DEEP: gl.constexpr = K > 128
-    TURN: gl.constexpr = 2 if ROWS == 64 else 1
-    FIRST: gl.constexpr = WG if ROWS == 64 else 0
     HALF: gl.constexpr = 0 if ROWS == 64 else WG
-    VEC: gl.constexpr = 4 if out_ptr.dtype.element_ty == gl.float32 else 8
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
-    column: gl.constexpr = gl.SliceLayout(1, mma)
-    r = HALF * 64 + gl.arange(0, 64, column)
+    KB: gl.constexpr = K // 128
+    STEPS: gl.constexpr = KB * (N // 128)
     if PDL:
         gdc_wait()
         if WG == 0:
             gdc_launch_dependents()
-    KEPT: gl.constexpr = STEPS <= W_SLOTS  # a head's weights stay in the ring for all of its items
     step = 0  # of the item's first one
     turn = 0  # of the head
     j = 0
     m_tiles = (tokens + ROWS - 1) // ROWS
     start, end = _share(items)
-    for item in range(start, end if FIRST < STEPS else start):
+    for item in range(start, end if WG < STEPS or ROWS > 64 else start):
         head = (item // m_tiles).to(gl.int64)
         t0 = item % m_tiles * ROWS
         last = (item + 1) % m_tiles == 0
-        out = out_ptr + head * stride_oh
-        # scales are asked for a step ahead: from the L2 they take longer than the product
-        sws = sw_ptr + head * STEPS
-        sw_next = gl.load(sws + FIRST)
-        if RULE == "given":
-            sas = sa_ptr + head * stride_sah + gl.minimum(t0 + r, tokens - 1).to(gl.int64) * stride_sam
-            sa_next = gl.load(sas + FIRST * stride_sak) if DEEP else gl.load(sas)
-        acc = gl.zeros((64, 128), gl.float32, mma)
-        if not DEEP:
-            slot = j % A_SLOTS
-            mbarrier.wait(a_full.index(slot), (j // A_SLOTS) & 1)
-            if RULE == "given":
-                a = a_bufs.index(slot * (ROWS // 64) + HALF)
-                sa = sa_next
-            else:
-                a, sa = quantize(load_wide(a_bufs.index(slot * (ROWS // 64) + HALF), operand), RULE, operand)
-                sa = gl.convert_layout(sa, column)
-                mbarrier.arrive(a_empty.index(slot))
-        for i in range(FIRST, STEPS, TURN):
-            sw = sw_next
-            sw_next = gl.load(sws + gl.minimum(i + TURN, STEPS - 1))
-            if DEEP:
-                slot_a = (step + i) % A_SLOTS
-                if RULE == "given":
-                    sa = sa_next
-                    sa_next = gl.load(sas + gl.minimum(i + TURN, STEPS - 1) * stride_sak)
-                mbarrier.wait(a_full.index(slot_a), ((step + i) // A_SLOTS) & 1)
-                if RULE == "given":
-                    a = a_bufs.index(slot_a * (ROWS // 64) + HALF)
-                else:
-                    a, sa = quantize(load_wide(a_bufs.index(slot_a * (ROWS // 64) + HALF), operand), RULE, operand)
-                    sa = gl.convert_layout(sa, column)
-                    mbarrier.arrive(a_empty.index(slot_a))
-            slot_w = i if KEPT else (step + i) % W_SLOTS
-            mbarrier.wait(w_full.index(slot_w), (turn if KEPT else (step + i) // W_SLOTS) & 1)
-            # not the last product's registers: they would be live while the next block is quantized
-            tmp = warpgroup_mma(a, w_bufs.index(slot_w).permute((1, 0)), gl.zeros((64, 128), gl.float32, mma), use_acc=False, is_async=True)
-            p = sa * sw
-            tmp = warpgroup_mma_wait(0, deps=[tmp])
-            if last or not KEPT:
-                mbarrier.arrive(w_empty.index(slot_w))
-            if DEEP:
-                if RULE == "given":
-                    mbarrier.arrive(a_empty.index(slot_a))
-                acc += tmp * p[:, None]
-            else:
-                y = tmp * p[:, None]
-                store(out, y.to(out_ptr.dtype.element_ty), t0, HALF * 64, tokens - t0, i * 128, stride_om, 128, VEC)
-        if not DEEP and RULE == "given":
-            mbarrier.arrive(a_empty.index(slot))
+        at = (j, step, turn, last)
+        if HALF == 0 or t0 + HALF * 64 < tokens:
+            _item(WG, scales, out, tokens, head, t0, at, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED)
+        else:
+            _no_rows(at, rings, KB, STEPS, A_SLOTS, W_SLOTS, HALF * A_SLOTS)
         step += STEPS
-        if DEEP and ROWS == 64:
-            if WG == 1:
-                mbarrier.wait(sums_empty, (j & 1) ^ 1)
-                sums.store(acc)
-                thread_barrier()
-                mbarrier.arrive(sums_full)
-            else:
-                mbarrier.wait(sums_full, j & 1)
-                acc += sums.load(mma)
-                thread_barrier()
-                mbarrier.arrive(sums_empty)
-        if DEEP and (ROWS == 128 or WG == 0):
-            store(out, acc.to(out_ptr.dtype.element_ty), t0, HALF * 64, tokens - t0, 0, stride_om, 128, VEC)
         j += 1
         turn += last.to(gl.int32)
+    if BOXED:
+        tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tokens", "items", "head_rows", "head_columns", "stride_sah", "stride_sam", "stride_sak"])
-def _bmm_hopper_kernel(
-    a_desc, sa_ptr, w_desc, sw_ptr, out_ptr, tokens, items, head_rows, head_columns, stride_sah, stride_sam, stride_sak, stride_oh, stride_om,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr,
-    W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+@gluon.jit
+def _item(
+    WG: gl.constexpr, scales, out, tokens, head, t0, at, rings, sums, stages,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, BOXED: gl.constexpr,
 ):  # fmt: skip
-    """K is 128 or N is 128. A head's rows lie `head_rows` rows and `head_columns` columns of `a_desc` after those of the head before."""
+    sa_ptr, sw_ptr, stride_sah, stride_sam, stride_sak = scales
+    out_ptr, out_desc, stride_om, out_rows, out_columns = out
+    a_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
+    sums, sums_full, sums_empty = sums
+    j, step, turn, last = at
+    STEPS: gl.constexpr = K // 128 * (N // 128)
+    DEEP: gl.constexpr = K > 128
+    TURN: gl.constexpr = 2 if ROWS == 64 else 1
+    FIRST: gl.constexpr = WG if ROWS == 64 else 0
+    HALF: gl.constexpr = 0 if ROWS == 64 else WG
+    RING: gl.constexpr = HALF * A_SLOTS  # this warpgroup's slots, so that it need not keep step with the others
+    VEC: gl.constexpr = 4 if out_ptr.dtype.element_ty == gl.float32 else 8
+    KEPT: gl.constexpr = STEPS <= W_SLOTS  # a head's weights stay in the ring for all of its items
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    column: gl.constexpr = gl.SliceLayout(1, mma)
+    r = HALF * 64 + gl.arange(0, 64, column)
+    row_out = t0 + head * out_rows
+    column_out = head * out_columns
+    if BOXED:
+        row_out = row_out.to(gl.int32)
+        column_out = column_out.to(gl.int32)
+    # scales are asked for a step ahead: from the L2 they take longer than the product
+    sws = sw_ptr + head * STEPS
+    sw_next = gl.load(sws + FIRST)
+    if RULE == "given":
+        sas = sa_ptr + head * stride_sah + gl.minimum(t0 + r, tokens - 1).to(gl.int64) * stride_sam
+        sa_next = gl.load(sas + FIRST * stride_sak) if DEEP else gl.load(sas)
+    acc = gl.zeros((64, 128), gl.float32, mma)
+    if not DEEP:
+        slot = RING + j % A_SLOTS
+        mbarrier.wait(a_full.index(slot), (j // A_SLOTS) & 1)
+        if RULE == "given":
+            a = a_bufs.index(slot)
+            sa = sa_next
+        else:
+            a, sa = quantize_tile(a_bufs.index(slot), RULE, operand)
+            sa = gl.convert_layout(sa, column)
+            mbarrier.arrive(a_empty.index(slot))
+    for i in range(FIRST, STEPS, TURN):
+        sw = sw_next
+        sw_next = gl.load(sws + gl.minimum(i + TURN, STEPS - 1))
+        if DEEP:
+            slot_a = RING + (step + i) % A_SLOTS
+            if RULE == "given":
+                sa = sa_next
+                sa_next = gl.load(sas + gl.minimum(i + TURN, STEPS - 1) * stride_sak)
+            mbarrier.wait(a_full.index(slot_a), ((step + i) // A_SLOTS) & 1)
+            if RULE == "given":
+                a = a_bufs.index(slot_a)
+            else:
+                a, sa = quantize_tile(a_bufs.index(slot_a), RULE, operand)
+                sa = gl.convert_layout(sa, column)
+                mbarrier.arrive(a_empty.index(slot_a))
+        slot_w = i if KEPT else (step + i) % W_SLOTS
+        mbarrier.wait(w_full.index(slot_w), (turn if KEPT else (step + i) // W_SLOTS) & 1)
+        # not the last product's registers: they would be live while the next block is quantized
+        tmp = warpgroup_mma(a, w_bufs.index(slot_w).permute((1, 0)), gl.zeros((64, 128), gl.float32, mma), use_acc=False, is_async=True)
+        p = sa * sw
+        tmp = warpgroup_mma_wait(0, deps=[tmp])
+        if last or not KEPT:
+            mbarrier.arrive(w_empty.index(slot_w))
+        if DEEP:
+            if RULE == "given":
+                mbarrier.arrive(a_empty.index(slot_a))
+            acc += tmp * p[:, None]
+        else:
+            y = (tmp * p[:, None]).to(out_ptr.dtype.element_ty)
+            store_tile(out_ptr, out_desc, stages.index(HALF), y, row_out, HALF * 64, tokens - t0, column_out + i * 128, stride_om, 128, VEC, BOXED)
+    if not DEEP and RULE == "given":
+        mbarrier.arrive(a_empty.index(slot))
+    if DEEP and ROWS == 64:
+        if WG == 1:
+            mbarrier.wait(sums_empty, (j & 1) ^ 1)
+            sums.store(acc)
+            thread_barrier()
+            mbarrier.arrive(sums_full)
+        else:
+            mbarrier.wait(sums_full, j & 1)
+            acc += sums.load(mma)
+            thread_barrier()
+            mbarrier.arrive(sums_empty)
+    if DEEP and (ROWS > 64 or WG == 0):
+        y = acc.to(out_ptr.dtype.element_ty)
+        store_tile(out_ptr, out_desc, stages.index(HALF), y, row_out, HALF * 64, tokens - t0, column_out, stride_om, 128, VEC, BOXED)
+
+
+@gluon.jit(do_not_specialize=["tokens", "items", "head_rows", "head_columns", "stride_sah", "stride_sam", "stride_sak", "out_rows"])
+def _bmm_hopper_kernel(
+    a_desc, sa_ptr, w_desc, sw_ptr, out_ptr, out_desc, tokens, items, head_rows, head_columns,
+    stride_sah, stride_sam, stride_sak, stride_om, out_rows, out_columns,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, BOXED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """K is 128 or N is 128. A head's rows lie `head_rows` rows and `head_columns` columns of `a_desc` after those of the head before; so for out."""
     BITS: gl.constexpr = a_desc.dtype.primitive_bitwidth
     boxes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=BITS, rank=2)
     bytes_: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     DEEP: gl.constexpr = K > 128
+    RINGS: gl.constexpr = ROWS // 64
     # consumers that take turns share no slot: neither the weights', nor, along K, the activation's
-    W_READERS: gl.constexpr = 1 if ROWS == 64 else 2
-    A_READERS: gl.constexpr = 1 if ROWS == 64 and (DEEP or N == 128) else 2
+    W_READERS: gl.constexpr = RINGS
+    A_READERS: gl.constexpr = 2 if ROWS == 64 and not DEEP and N > 128 else 1
     SUMS: gl.constexpr = 64 if DEEP and ROWS == 64 else 1
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [A_SLOTS * (ROWS // 64), 64, 128], boxes)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [RINGS * A_SLOTS, 64, 128], boxes)
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [W_SLOTS, 128, 128], bytes_)
-    sums = gl.allocate_shared_memory(gl.float32, [SUMS, 128], gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))
-    a_full = gl.allocate_shared_memory(gl.int64, [A_SLOTS, 1], mbarrier.MBarrierLayout())
-    a_empty = gl.allocate_shared_memory(gl.int64, [A_SLOTS, 1], mbarrier.MBarrierLayout())
+    sum_buf = gl.allocate_shared_memory(gl.float32, [SUMS, 128], gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))
+    stages = a_bufs
+    if BOXED:
+        stages = gl.allocate_shared_memory(out_desc.dtype, [RINGS, 64, 128], out_desc.layout)
+    a_full = gl.allocate_shared_memory(gl.int64, [RINGS * A_SLOTS, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [RINGS * A_SLOTS, 1], mbarrier.MBarrierLayout())
     w_full = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
     w_empty = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
     sums_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     sums_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(A_SLOTS):
+    for i in gl.static_range(RINGS * A_SLOTS):
         mbarrier.init(a_full.index(i), count=1)
         mbarrier.init(a_empty.index(i), count=A_READERS)
     for i in gl.static_range(W_SLOTS):
@@ -206,21 +256,48 @@ def _bmm_hopper_kernel(
         mbarrier.init(w_empty.index(i), count=W_READERS)
     mbarrier.init(sums_full, count=1)
     mbarrier.init(sums_empty, count=1)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om, a_bufs, w_bufs,
-                         sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
-            (_consumer, (1, sa_ptr, sw_ptr, out_ptr, tokens, items, stride_sah, stride_sam, stride_sak, stride_oh, stride_om, a_bufs, w_bufs,
-                         sums, a_full, a_empty, w_full, w_empty, sums_full, sums_empty, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
-            (_producer, (a_desc, w_desc, tokens, head_rows, head_columns, items, a_bufs, w_bufs, a_full, a_empty, w_full, w_empty,
-                         N, K, ROWS, 64 * 128 * BITS // 8, A_SLOTS, W_SLOTS, PDL)),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    scales = (sa_ptr, sw_ptr, stride_sah, stride_sam, stride_sak)
+    out = (out_ptr, out_desc, stride_om, out_rows, out_columns)
+    rings = (a_bufs, w_bufs, a_full, a_empty, w_full, w_empty)
+    sums = (sum_buf, sums_full, sums_empty)
+    if ROWS == 192:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_consumer, (2, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_producer, (0, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (1, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (2, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+            ],
+            [4, 4, 1, 1, 1],
+            [160, 160, 32, 32, 32],
+        )
+    elif ROWS == 128:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_producer, (0, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (1, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
+                (_producer, (0, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
 
 
 _BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_BOX16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def launch_bmm_hopper(
@@ -242,15 +319,19 @@ def launch_bmm_hopper(
     shape, strides, head_rows, head_columns = view
     a, w = as_e4m3(a), as_e4m3(w)
     bits = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * a.element_size(), rank=2)
-    rows, items = hopper_rows(tokens), hopper_items(tokens, heads)
-    # one fewer where a tile of fp32 takes twice the room on its way out
-    slots = A_SLOTS - 1 if rows == 128 and out.dtype == torch.float32 else A_SLOTS
+    rows = hopper_rows(tokens, k, a.dtype, rule, out.dtype)
+    items = heads * ceil_div(tokens, rows)
     stride_sam, stride_sah, stride_sak = (0, 0, 0) if a_scale is None else a_scale.stride()
+    view_out = view_of_heads(out) if rows > 64 and out.element_size() == 2 else None
+    out_desc, out_rows, out_columns = None, 0, out.stride(1)
+    if view_out is not None:
+        out_shape, out_strides, out_rows, out_columns = view_out
+        out_desc = TensorDescriptor(out, out_shape, out_strides, [64, 128], _BOX16)
     launch(
         "bmm", _bmm_hopper_kernel, (ceil_div(items, ceil_div(items, arch_of(a.device).sms)),),
         TensorDescriptor(a, shape, strides, [64, 128], bits), a_scale,
-        TensorDescriptor(w, [heads * n, k], [k, 1], [128, 128], _BOX), w_scale, out,
-        tokens, items, head_rows, head_columns, stride_sah, stride_sam, stride_sak, out.stride(1), out.stride(0),
-        N=n, K=k, ROWS=rows, RULE=rule, A_SLOTS=slots, W_SLOTS=W_SLOTS,
-        num_warps=4, maxnreg=168, enable_fp_fusion=True,
+        TensorDescriptor(w, [heads * n, k], [k, 1], [128, 128], _BOX), w_scale, out, out_desc,
+        tokens, items, head_rows, head_columns, stride_sah, stride_sam, stride_sak, out.stride(0), out_rows, out_columns,
+        N=n, K=k, ROWS=rows, RULE=rule, A_SLOTS=hopper_slots(rows, a.element_size(), out.element_size()), W_SLOTS=W_SLOTS, BOXED=out_desc is not None,
+        num_warps=4, maxnreg=128 if rows == 192 else 168, enable_fp_fusion=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from moe_ops.core.arch import arch_of_capability
 from moe_ops.core.formats import as_bytes
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.bmm import _bmm_triton, bmm_into, bmm_ref
-from moe_ops.gemm.bmm_config import few_parts, hopper_kernel, view_of_heads
+from moe_ops.gemm.bmm_config import W_SLOTS, few_parts, hopper_consumers, hopper_kernel, hopper_rows, hopper_slots, view_of_heads
 from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal
 from moe_ops.quant.fold import fold_weight
 
@@ -223,6 +223,36 @@ def test_which_gluon_kernel():
         assert hopper_kernel("fp8_block", *other, arch) is None
     assert hopper_kernel("mxfp8", 1, 128, 512, 128, arch) is None and hopper_kernel("fp8_block", 1, 128, 512, 128, arch_of_capability(100)) is None
     assert (few_parts(128, 512, arch), few_parts(16, 512, arch), few_parts(128, 128, arch)) == (2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "tokens,k,dtype,rule,out_dtype,rows",
+    [
+        (64, 512, torch.bfloat16, "fp32", torch.bfloat16, 64),
+        (65, 512, torch.bfloat16, "fp32", torch.float16, 192),
+        (65, 512, torch.float16, "fp32", torch.float16, 128),
+        (65, 512, torch.bfloat16, "fp32", torch.float32, 128),
+        (65, 128, torch.bfloat16, "fp32", torch.bfloat16, 128),
+        (512, 1024, torch.bfloat16, "fp32", torch.bfloat16, 128),
+        (512, 512, torch.bfloat16, "folded", torch.bfloat16, 128),
+        (128, 512, torch.uint8, "given", torch.bfloat16, 128),
+        (129, 512, torch.uint8, "given", torch.bfloat16, 192),
+        (129, 512, torch.uint8, "given", torch.float32, 128),
+        (129, 128, torch.uint8, "given", torch.bfloat16, 128),
+    ],
+)
+def test_rows_and_slots_of_the_gluon_kernel(tokens, k, dtype, rule, out_dtype, rows):
+    assert hopper_rows(tokens, k, dtype, rule, out_dtype) == rows
+    assert rows == 64 or rows == 64 * hopper_consumers(tokens, k, dtype, rule, out_dtype)
+    slots = hopper_slots(rows, dtype.itemsize, out_dtype.itemsize)
+    used = W_SLOTS * 128 * 128 + rows * 128 * (slots * dtype.itemsize + out_dtype.itemsize)
+    assert slots >= 2 and used <= arch_of_capability(90).smem
+    unquantized = rule != "given"
+    plan = explain("bmm", rows=tokens, n=128, k=k, groups=8, device="sm90", unquantized=unquantized, out_dtype=out_dtype)["triton"].plan
+    if rule == "folded" or dtype == torch.float16:
+        assert f"192 rows an item ({rows} of float16 or for folded weights)" in plan
+    else:
+        assert f"{rows} rows an item" in plan
 
 
 @pytest.mark.parametrize(

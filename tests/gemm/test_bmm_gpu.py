@@ -15,8 +15,8 @@ HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
 
 PROJECTIONS = [pytest.param(512, 128, id="k_b_proj"), pytest.param(128, 512, id="v_b_proj"), pytest.param(128, 128, id="one step")]
-#: (tokens, heads): both kernels, one and two warpgroups of rows, tails, more items than multiprocessors, shares that end inside a head
-SIZES = [(1, 3), (16, 16), (17, 5), (32, 128), (33, 3), (64, 128), (65, 7), (200, 140), (513, 3), (1030, 17)]
+#: (tokens, heads): both kernels, one to three warpgroups of rows, tails, more items than multiprocessors, shares that end inside a head
+SIZES = [(1, 3), (16, 16), (17, 5), (32, 128), (33, 3), (64, 128), (65, 7), (129, 5), (200, 140), (513, 3), (1030, 17)]
 BOUND = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 5e-4}
 
 
@@ -51,6 +51,41 @@ def test_every_form_of_the_activation(n, k, tokens, heads):
     for layout in ("row_major", "mn_major"):
         check(quantize(x[..., :k].contiguous(), "fp8_block", layout=layout), w, torch.bfloat16)
     check(x[..., :k], weight(heads, n, k, True), torch.float32)
+
+
+def rooms(tokens, heads, n, dtype):
+    """(name, buffer full of NaN, the (T, heads, N) inside it): what TMA can store, last what it cannot."""
+    for name, shape, inside in (
+        ("heads first", (heads, tokens, n), lambda r: r.transpose(0, 1)),
+        ("heads first, rows between them", (heads, tokens + 100, n + 16), lambda r: r[:, 30 : 30 + tokens, 8 : 8 + n].transpose(0, 1)),
+        ("token-major", (tokens + 200, heads, n), lambda r: r[100 : 100 + tokens]),
+        ("token-major, columns between", (tokens + 200, heads, n + 16), lambda r: r[100 : 100 + tokens, :, 8 : 8 + n]),
+        ("off the 16-byte grid", (tokens + 200, heads, n + 6), lambda r: r[100 : 100 + tokens, :, 3 : 3 + n]),
+    ):
+        room = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+        yield name, room, inside(room)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "given", "given mn_major", "folded", "fp32 out"])
+@pytest.mark.parametrize("tokens,heads", [(65, 3), (128, 2), (129, 5), (193, 140), (200, 3), (450, 4), (600, 33)])
+@pytest.mark.parametrize("n,k", PROJECTIONS[:2])
+def test_tail_no_layout_of_the_result_touches_its_neighbours(n, k, tokens, heads, kind):
+    """TAIL, LAYOUT: a warpgroup's last rows are fewer than 64; the next head's rows, and whatever lies around, keep what they hold."""
+    x = uneven((tokens, heads, k), seed=1).cuda()
+    dtype = {"fp16": torch.float16, "fp32 out": torch.float32}.get(kind, torch.bfloat16)
+    if kind == "fp16":
+        x = x.half()
+    elif kind.startswith("given"):
+        x = quantize(x, "fp8_block", layout="mn_major" if kind.endswith("mn_major") else "row_major")
+    w = weight(heads, n, k, kind == "folded")
+    first = None
+    for name, room, out in rooms(tokens, heads, n, dtype):
+        bmm(x, w, out=out)
+        assert int(torch.isnan(room).sum()) == room.numel() - out.numel() and not torch.isnan(out).any(), name
+        first = out.clone() if first is None else first
+        assert torch.equal(out, first), name
+    assert relative_error(first, bmm(x, w, out_dtype=torch.float32, impl="torch")) <= BOUND[dtype]
+    assert torch.equal(first, bmm(x, w, out_dtype=torch.float32).to(dtype))  # fp32 has two warpgroups of rows where others have three
 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["fp8_block", "mxfp8 folded"])
