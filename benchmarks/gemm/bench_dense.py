@@ -1,7 +1,8 @@
 """Dense GEMM of the linear layers around the experts at few rows: split-K against DeepGEMM and torch, and one GEMM against the two it fuses.
 
-Rows are written to dense_splitk.json. Rivals get what suits them outside of the timing: scales in the order that they read, rows in fours, an
-output made before. Both they and "triton" take an activation that is quantized already; "triton from bf16" quantizes it within the call.
+Rows are written to dense_splitk.json. All get what suits them outside of the timing: scales in the order that they read (MN-major, the same
+for DeepGEMM and "triton"), rows in fours, an output made before. They take an activation that is quantized already; "triton from bf16" quantizes
+it within the call.
 """
 
 import torch
@@ -67,7 +68,7 @@ def given(m, n, k):
 
     def make(copy: int):
         x, w = data(copy, m, n, k)
-        q, a = quantize_weight(w, "fp8_block"), quantize(x, "fp8_block")
+        q, a = quantize_weight(w, "fp8_block"), quantize(x, "fp8_block", layout="mn_major")
         return lambda: dense_gemm(a, q)
 
     return make

@@ -1,7 +1,6 @@
 """Words of device memory that are zero before and after every kernel that uses them.
 
-For kernels whose programs draw tiles from a counter or wait for one another's flags: they find zeros and leave zeros, so that no launch is
-spent on clearing. Two launches that can be in flight at once never share words: eager launches of one stream follow one another and share
+For kernels whose programs draw tiles from a counter: they find zeros and leave zeros, so that no launch is spent on clearing. Two launches that can be in flight at once never share words: eager launches of one stream follow one another and share
 that stream's, each launch under CUDA graph capture has words of its own for as long as the process lives.
 """
 
@@ -9,8 +8,8 @@ import threading
 
 import torch
 
-#: Words of one stream, and of a chunk: 4 MiB, enough for some thousand captured launches of a persistent kernel.
-STREAM_WORDS, CHUNK_WORDS = 1024, 1 << 20
+#: Words of one stream, and of a chunk: 1 MiB, enough for 32,000 captured launches that want a sector each.
+STREAM_WORDS, CHUNK_WORDS = 64, 1 << 18
 #: What is handed out starts on a sector of its own.
 SECTOR_WORDS = 8
 
@@ -23,12 +22,12 @@ _kept: list[torch.Tensor] = []  # chunks live as long as the process: graphs hol
 def zeroed_words(device: torch.device, words: int) -> torch.Tensor:
     """(words,) int32 zeros for one launch on the current stream, which has to leave zeros behind.
 
-    Allocates where a stream is new or a chunk is used up; under capture never outside of the graph's pool: if no chunk has room, the zeros
+    Allocates where a stream is new or a chunk half used up; under capture never outside of the graph's pool: if no chunk has room, the zeros
     are the graph's own and it clears them with each replay.
 
     Args:
         device: a CUDA device with an index; on any other (compiling ahead) the zeros are new ones.
-        words: at most 1024.
+        words: at most 64.
     """
     if words > STREAM_WORDS:
         raise ValueError(f"zeroed_words: at most {STREAM_WORDS} words, got {words}")
@@ -40,18 +39,36 @@ def zeroed_words(device: torch.device, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, device=device) if taken is None else taken
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     known = _streams.get(key)
-    if known is None:
+    if known is None or _chunks[device][1] > CHUNK_WORDS // 2:
         with _lock:
-            chunk, first = _chunks.get(device, (None, 0))
-            if chunk is None or first > chunk.numel() // 2:
-                chunk = torch.zeros(CHUNK_WORDS, dtype=torch.int32, device=device)
-                torch.cuda.current_stream(device).synchronize()  # other streams take from it too
+            if device not in _chunks or _chunks[device][1] > CHUNK_WORDS // 2:
+                chunk = _chunk(device)
                 _kept.append(chunk)
                 _chunks[device] = (chunk, 0)
-            known = _take(device, STREAM_WORDS)
-            assert known is not None
-            _streams[key] = known
+            known = _streams.get(key)
+            if known is None:
+                known = _take(device, STREAM_WORDS)
+                assert known is not None
+                _streams[key] = known
     return known[:words]
+
+
+def _chunk(device: torch.device) -> torch.Tensor:
+    """CHUNK_WORDS zeros, in no graph's memory.
+
+    A thread of its own allocates: `torch.compile(mode="reduce-overhead")` warms up with its thread's allocations led into a graph's pool, and
+    refuses what stays alive there.
+    """
+    made: list[torch.Tensor] = []
+
+    def make() -> None:
+        made.append(torch.zeros(CHUNK_WORDS, dtype=torch.int32, device=device))
+        torch.cuda.current_stream(device).synchronize()  # every stream takes from it
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
 
 
 def _take(device: torch.device, words: int) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from moe_ops.gemm.dense_workspace import carve, check_workspace, needs, quantize
 from moe_ops.gemm.grouped import check_operands, dequantized
 from moe_ops.quant.fold import is_folded
 from moe_ops.quant.rows import rows_ref
+from moe_ops.quant.scale_storage import padded_rows
 
 __all__ = ["dense_gemm", "dense_gemm_workspace"]
 
@@ -116,11 +117,13 @@ def dense_gemm_into(
         from moe_ops.quant.quantize import quantize_into
 
         data = carve(workspace, 0, (rows, k), torch.uint8)
-        if fmt == "fp8_block":
-            scale = carve(workspace, quantized[0], (rows, ceil_div(k, 128)), torch.float32)
+        if fmt == "fp8_block":  # a step's scales side by side: 128 rows of them cost the Gluon kernel more than its tile where they are far apart
+            layout, blocks, padded = "mn_major", ceil_div(k, 128), padded_rows(rows, "mn_major")
+            scale = carve(workspace, quantized[0], (blocks, padded), torch.float32).T[:rows]
         else:
+            layout = "row_major"
             scale = carve(workspace, quantized[0], (rows, k // 32), torch.uint8)
-        quantize_into(a, data, scale, None, fmt, rule)
+        quantize_into(a, data, scale, None, fmt, rule, layout)
         a, a_scale, rule = data, scale, "given"
     if cfg is None:
         from moe_ops.gemm.grouped_hopper import launch_hopper

@@ -22,8 +22,18 @@ def quantizes_inside(rows: int, n: int) -> bool:
     return rows <= FUSED_ROWS and n <= FUSED_COLUMNS
 
 
-#: Weight rows of a tile of the Gluon kernel, for each number of activation rows.
-STREAM_WIDTHS = {16: (64, 128), 32: (64, 128), 64: (64, 128), 128: (64, 128, 256)}
+#: Weight rows of a tile of the Gluon kernel, for each number of activation rows: one box of a power of two or two boxes, so that the tiles of
+#: most projections come out just below the number of SMs (18432 = 128 x 144, 9216 = 128 x 72).
+WIDE_WIDTHS = (32, 64, 72, 80, 96, 128, 144)
+STREAM_WIDTHS = {16: (64, 128), 32: (64, 128), 64: WIDE_WIDTHS, 128: WIDE_WIDTHS}
+#: Widest tile of 128 rows that two warpgroups compute in turns along K; wider ones they share by rows.
+TURNS_WIDTH = 80
+
+
+def boxes(width: int) -> tuple[int, int]:
+    """Weight rows of a tile's first and second box. The second, at most half of the first, divides where it begins: it lies in one block of 128."""
+    first = min(128, 1 << (width.bit_length() - 1))
+    return first, width - first
 
 
 @dataclass(frozen=True)
@@ -32,14 +42,15 @@ class DenseGemmConfig:
 
     Attributes:
         block_m: activation rows of a tile.
-        block_n: weight rows (output columns) of a tile; a power of two that divides 128, so that a tile sees one 128-wide scale block.
+        block_n: weight rows (output columns) of a tile; a power of two that divides 128, so that a tile sees one 128-wide scale block, or with
+            programs one of `STREAM_WIDTHS`.
         block_k: step along K; 128 for fp8_block; 32 for mxfp8 promoted in fp32, 128 for mxfp8 by the block-scaled instruction.
         warps: warps of a program.
         stages: depth of the software pipeline.
         split: parts of K, each of whole 128s, computed by programs of their own; their fp32 partials are added in a fixed order.
         swap: weights as the first operand of the tensor-core instruction (its M dimension): for few rows.
         programs: 0 for the plain Triton kernel; else the Gluon kernel of dense_stream.py with this many programs, which share all steps
-            along K of all tiles evenly (split is 1 then, block_m holds all rows, block_n may be 256).
+            along K of all tiles evenly (split is 1 then, block_m holds all rows).
     """
 
     block_m: int
@@ -54,7 +65,7 @@ class DenseGemmConfig:
     @property
     def by_rows(self) -> bool:
         """Whether the warpgroups of the Gluon kernel share a tile by rows; else they take turns along K."""
-        return self.block_m == 128 and self.block_n > 64
+        return self.programs > 0 and self.block_m == 128 and self.block_n > TURNS_WIDTH
 
     def ints(self) -> list[int]:
         """The config as it crosses an op boundary."""
@@ -122,10 +133,12 @@ def _stream_reason(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) 
     if cfg.block_n not in widths or (cfg.block_k, cfg.warps, cfg.split, cfg.swap) != (128, 4, 1, cfg.block_m <= 32):
         return f"with programs, block_n must be one of {widths}, block_k 128, warps 4, split 1, swap {cfg.block_m <= 32}, got {cfg}"
     steps = ceil_div(problem.n, cfg.block_n) * ceil_div(problem.k, 128)
-    if not 2 <= cfg.stages <= 12 or not 1 <= cfg.programs <= min(steps, 16 * arch.sms) or steps * cfg.programs >= 2**31:
-        return f"stages must be between 2 and 12, programs between 1 and {min(steps, 16 * arch.sms)}, got {cfg.stages} and {cfg.programs}"
+    if not 2 <= cfg.stages <= 16 or not 1 <= cfg.programs <= min(steps, 16 * arch.sms) or steps * cfg.programs >= 2**31:
+        return f"stages must be between 2 and 16, programs between 1 and {min(steps, 16 * arch.sms)}, got {cfg.stages} and {cfg.programs}"
     if cfg.stages % 2 and not cfg.by_rows:
         return f"stages must be even where two warpgroups take turns, got {cfg.stages}"
+    if cfg.block_n % 32 and most_parts(cfg, problem.n, problem.k) > 1:
+        return f"tiles of {cfg.block_n} columns must each fall to one program"
     if most_parts(cfg, problem.n, problem.k) > MAX_SPLIT + 1:
         return f"{cfg.programs} programs cut a tile into more than {MAX_SPLIT} parts"
     return None
@@ -296,16 +309,17 @@ def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfi
     block_m = max(16, 1 << (problem.rows - 1).bit_length())
     for block_n in STREAM_WIDTHS[block_m]:
         tiles, steps = ceil_div(problem.n, block_n), ceil_div(problem.k, 128)
-        for per_sm in (1, 2):
+        for per_sm in (1, 2) if block_m <= 32 else (1,):
             probe = [DenseGemmConfig(block_m, block_n, 128, 4, d, 1, block_m <= 32, 1) for d in (0, 1)]
             fixed, one = (shared_bytes(c, problem) for c in probe)
-            stages = min(12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
+            stages = min(16 if block_m >= 64 else 12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
             stages -= stages % 2 if not probe[0].by_rows else 0
             most = min(per_sm * arch.sms, tiles * steps)
-            counts = {most} | {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, i) for i in (1, 2, 3)}
-            for programs in sorted(counts):
+            counts = {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, i) for i in (1, 2, 3)}
+            # parts of unequal length cost more than they even out where a part has many rows
+            for programs in sorted(counts | ({most} if block_m <= 32 else set())):
                 cfg = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
-                if programs <= most and is_legal(cfg, problem, arch) is None and fits_twice(cfg) == (per_sm == 2):
+                if programs <= most and is_legal(cfg, problem, arch) is None and (block_m >= 64 or fits_twice(cfg) == (per_sm == 2)):
                     out[cfg] = None
     return list(out)
 
@@ -316,6 +330,8 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
     The slowest of four bounds, and what a cut tile costs. The constants were fitted to 533 configs of 27 problems (H200, Triton 3.6, 2026-11-30,
     results/nvidia_h200/dense_sweep.json). Of the 439 that are still configs the choice is 1% above the best on the geometric mean, 7% at worst.
     """
+    if cfg.block_m >= 64:
+        return _wide_us(cfg, problem, arch)
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
     cut = most_parts(cfg, problem.n, problem.k) > 1
     each = tiles * steps / cfg.programs if cut else ceil_div(tiles, cfg.programs) * steps
@@ -332,6 +348,23 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
     if cut:
         parts = (cfg.programs + min(tiles, cfg.programs)) * problem.rows * cfg.block_n * 8
         time += 1.85 + parts / (19e3 * arch.sms) + 0.1 * most_parts(cfg, problem.n, problem.k)
+    return time
+
+
+def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> float:
+    """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs; fitted to 133 configs of 18 problems.
+
+    (H200, Triton 3.6, 2026-11-30, results/nvidia_h200/dense_sweep.json.) The choice is 0.5% above the best on the geometric mean, 4% at worst.
+    """
+    tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
+    cut = most_parts(cfg, problem.n, problem.k) > 1
+    rounds = 1 if cut else ceil_div(tiles, cfg.programs)
+    each = tiles * steps / cfg.programs if cut else rounds * steps
+    program = 0.046 + 0.0017 * cfg.block_n if cfg.block_m == 64 else 0.15 + 0.00224 * cfg.block_n
+    memory = cfg.programs * cfg.block_n * 128 / (29.9e3 * arch.sms)
+    time = 3.6 + each * (max(program, memory) + 0.118 * min(program, memory)) + 0.89 * rounds * cfg.block_m * cfg.block_n / 8192
+    if cut:
+        time += 0.44 + (cfg.programs + tiles) * cfg.block_m * cfg.block_n * 8 / (71e3 * arch.sms)
     return time
 
 

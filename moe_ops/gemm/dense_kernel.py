@@ -234,15 +234,19 @@ def _split_reduce_kernel(
 @triton.jit(do_not_specialize=["rows", "programs"])
 def _stream_reduce_kernel(
     part_ptr, bias_ptr, residual_ptr, out_ptr, rows, programs, stride_rm, stride_om,
-    N: tl.constexpr, KB: tl.constexpr, W: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, KB: tl.constexpr, W: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Finish the tiles that dense_stream.py cut: add their parts in the order of K, then bias and residual. One program: BLOCK_R rows, 64 columns."""
+    """Finish the tiles that dense_stream.py cut: add their parts in the order of K, then bias and residual.
+
+    One program: BLOCK_R rows, BLOCK_C columns.
+    """
     after_previous(PDL)
     TILES: tl.constexpr = (N + W - 1) // W
-    block = tl.program_id(0) % (TILES * (W // 64))
-    tile = block // (W // 64)
-    row = tl.program_id(0) // (TILES * (W // 64)) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inner = block % (W // 64) * 64 + tl.arange(0, 64)
+    block = tl.program_id(0) % (TILES * (W // BLOCK_C))
+    tile = block // (W // BLOCK_C)
+    row = tl.program_id(0) // (TILES * (W // BLOCK_C)) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inner = block % (W // BLOCK_C) * BLOCK_C + tl.arange(0, BLOCK_C)
     column = tile * W + inner
     # programs that hold the tile's first and its last step: program p starts at step p * TILES * KB // programs
     first = ((tile * KB + 1) * programs - 1) // (TILES * KB)
@@ -266,8 +270,10 @@ def add_parts(
 ) -> None:  # fmt: skip
     """Launch the kernel that finishes the cut tiles of `out` (M, N); `part` is fp32 (2 * programs, block_m, block_n), contiguous."""
     rows, n = out.shape
+    block_c = min(64, cfg.block_n & -cfg.block_n)
     launch(
-        op, _stream_reduce_kernel, (ceil_div(n, cfg.block_n) * (cfg.block_n // 64) * ceil_div(rows, 16),),
+        op, _stream_reduce_kernel, (ceil_div(n, cfg.block_n) * (cfg.block_n // block_c) * ceil_div(rows, 16),),
         part, bias, residual, out, rows, cfg.programs, 0 if residual is None else residual.stride(0), out.stride(0),
-        N=n, KB=ceil_div(k, 128), W=cfg.block_n, T=cfg.block_m, PARTS=most_parts(cfg, n, k), BLOCK_R=16, num_warps=4, enable_fp_fusion=True,
+        N=n, KB=ceil_div(k, 128), W=cfg.block_n, T=cfg.block_m, PARTS=most_parts(cfg, n, k), BLOCK_R=16, BLOCK_C=block_c,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

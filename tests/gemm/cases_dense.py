@@ -65,10 +65,10 @@ COMPILE_CASES = [
 COMPILE_CASES += [
     (f"dense stream {bm}x{bn} programs={programs}", _stream(bm, bn, stages, programs), (90,))
     for bm, bn, stages in (
-        *((16, 64, 10), (16, 128, 4), (32, 64, 8), (32, 128, 10), (64, 64, 4), (64, 64, 12), (64, 128, 6)),
-        *((128, 64, 6), (128, 128, 6), (128, 256, 4)),
+        *((16, 64, 10), (16, 128, 4), (32, 64, 8), (32, 128, 10), (64, 32, 16), (64, 64, 12), (64, 72, 10), (64, 128, 6), (64, 144, 6)),
+        *((128, 32, 10), (128, 64, 6), (128, 80, 6), (128, 96, 7), (128, 128, 6), (128, 144, 6)),
     )
-    for programs in (1, 5)
+    for programs in ((1, 5) if bn % 32 == 0 else (4,))
 ]
 COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
 EXPECT = {
