@@ -255,9 +255,9 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
 #: what comes before and after a tile, and the share of it that a tile of at most 64 rows takes: within 17% of nine problems of 256 to 2048 rows
 #: (H200, 2026-11-30, results/nvidia_h200/kernel_variants.json, prefill_stores_and_order).
 ROLES_STEP_US, ROLES_TILE_US, ROLES_TAIL = (0.73, 0.875), 2.0, 0.6
-#: That kernel is asked about from here on, since its tile has 128 rows, and up to 128 rows for a short K alone. With 128 rows: 19.6 to 15.5 us at
-#: N x K = 24576 x 1536, 18.9 to 17.5 at 9216 x 4096, 48.0 to 52.5 at 18432 x 7168 (H200, 2026-11-30, dense_sweep.json, dense_splitk.json).
-ROLES_ROWS, ROLES_SHORT_K = 64, 4096
+#: That kernel is asked about from here on, since its tile has 128 rows. With 128 rows: 15.8 us against 17.8 at N x K = 24576 x 1536, 17.7 against
+#: 17.0 at 9216 x 4096, 44.2 against 40.9 at 18432 x 7168 (H200, 2026-11-30, dense_sweep.json).
+ROLES_ROWS = 64
 #: The plain Triton kernel's time over `estimate_us` at more than 128 rows: 0.52 to 0.63 at M = 2048, N x K = 1536 x 7168, 7168 x 16384 and
 #: 9216 x 4096 (79.6, 591 and 190 us; H200, 2026-11-30).
 PLAIN_SHARE = 0.6
@@ -285,8 +285,6 @@ def roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
         return "the Gluon kernels are for SM90"
     if problem.fused or problem.rows <= ROLES_ROWS:
         return f"the kernel with warp roles is for more than {ROLES_ROWS} rows"
-    if problem.rows <= 128 and problem.k > ROLES_SHORT_K:
-        return f"the kernel with warp roles takes up to 128 rows for K up to {ROLES_SHORT_K} alone"
     if problem.rows >= HOPPER_ROWS:
         return f"the kernel with warp roles takes fewer than {HOPPER_ROWS} rows"
     if problem.n == 0 or problem.n % 256 or problem.k % 128:
@@ -352,19 +350,22 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
 
 
 def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> float:
-    """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs; fitted to 133 configs of 18 problems.
+    """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs.
 
-    (H200, Triton 3.6, 2026-11-30, results/nvidia_h200/dense_sweep.json.) The choice is 0.5% above the best on the geometric mean, 4% at worst.
+    Fitted to 82 configs of 18 problems with MN-major scales (H200, Triton 3.6, 2026-11-30, results/nvidia_h200/dense_sweep.json): the choice is
+    0.3% above the best on the geometric mean, 4% at worst.
     """
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
     cut = most_parts(cfg, problem.n, problem.k) > 1
     rounds = 1 if cut else ceil_div(tiles, cfg.programs)
     each = tiles * steps / cfg.programs if cut else rounds * steps
-    program = 0.046 + 0.0017 * cfg.block_n if cfg.block_m == 64 else 0.15 + 0.00224 * cfg.block_n
-    memory = cfg.programs * cfg.block_n * 128 / (29.9e3 * arch.sms)
-    time = 3.6 + each * (max(program, memory) + 0.118 * min(program, memory)) + 0.89 * rounds * cfg.block_m * cfg.block_n / 8192
+    program = 0.067 + 0.00078 * cfg.block_n if cfg.block_m == 64 else 0.081 + 0.002 * cfg.block_n
+    memory = cfg.programs * cfg.block_n * 128 / (34.7e3 * arch.sms)
+    time = 3.8 + each * (max(program, memory) + 0.323 * min(program, memory)) + 1.1 * rounds * cfg.block_m * cfg.block_n / 8192
     if cut:
-        time += 0.44 + (cfg.programs + tiles) * cfg.block_m * cfg.block_n * 8 / (71e3 * arch.sms)
+        time += 0.8 + (cfg.programs + tiles) * cfg.block_m * cfg.block_n * 8 / (115e3 * arch.sms)
+        if cfg.block_n >= 64 and cfg.programs > 0.95 * arch.sms:  # the second launch finds no SM to start on
+            time += 1.4
     return time
 
 
