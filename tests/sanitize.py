@@ -131,7 +131,7 @@ def batched_gemms():
 
 
 def batched_gemms_on_hopper():
-    """Absorbed MLA: both kernels, one and two warpgroups of rows, a head's slice, heads first, quantized before, folded, an fp32 result."""
+    """Absorbed MLA: both kernels, one to three warpgroups of rows, a head's slice, heads first, quantized before, folded, an fp32 result."""
     if not arch_of(CUDA).has_wgmma:
         return
     for n, k in ((256, 128), (128, 256), (128, 128)):
