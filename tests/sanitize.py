@@ -168,6 +168,9 @@ def gemms_on_hopper():
         grouped_gemm(a, w, counts(0, 1, 1, rows), bias=torch.randn(3, 512, device=CUDA))
         grouped_gemm(a, w, counts(9, 2**31 - 1, -4, rows + 50), out_dtype=torch.float32)
         grouped_gemm(quantize(data(3, rows, 384), "fp8_block"), w, counts(rows + 9, 0, 3))
+    with mock.patch.multiple("moe_ops.gemm.grouped_config", HOPPER_ROUNDS=0, HOPPER_TAILS=(0, 0)):  # tiles drawn from a counter
+        for _ in range(2):
+            grouped_gemm(a, w, counts(0, 1, 1, 400), bias=torch.randn(3, 512, device=CUDA))
 
 
 def rows_for_deep_gemm():

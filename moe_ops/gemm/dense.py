@@ -117,11 +117,12 @@ def dense_gemm_into(
         from moe_ops.quant.quantize import quantize_into
 
         data = carve(workspace, 0, (rows, k), torch.uint8)
-        if fmt == "fp8_block":  # a step's scales side by side: 128 rows of them cost the Gluon kernel more than its tile where they are far apart
-            layout, blocks, padded = "mn_major", ceil_div(k, 128), padded_rows(rows, "mn_major")
-            scale = carve(workspace, quantized[0], (blocks, padded), torch.float32).T[:rows]
+        layout, blocks, padded = "row_major", ceil_div(k, 128), padded_rows(rows, "mn_major")
+        if fmt == "fp8_block" and rows <= 128:  # a step's scales side by side: far apart, 128 of them take the Gluon kernel longer than its boxes
+            layout, scale = "mn_major", carve(workspace, quantized[0], (blocks, padded), torch.float32).T[:rows]
+        elif fmt == "fp8_block":
+            scale = carve(workspace, quantized[0], (rows, blocks), torch.float32)
         else:
-            layout = "row_major"
             scale = carve(workspace, quantized[0], (rows, k // 32), torch.uint8)
         quantize_into(a, data, scale, None, fmt, rule, layout)
         a, a_scale, rule = data, scale, "given"

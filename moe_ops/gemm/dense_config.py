@@ -313,7 +313,8 @@ def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfi
             stages = min(16 if block_m >= 64 else 12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
             stages -= stages % 2 if not probe[0].by_rows else 0
             most = min(per_sm * arch.sms, tiles * steps)
-            counts = {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, i) for i in (1, 2, 3)}
+            rounds = ceil_div(tiles, most) if block_m >= 64 and most else 1
+            counts = {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, rounds + i) for i in (0, 1, 2)}
             # parts of unequal length cost more than they even out where a part has many rows
             for programs in sorted(counts | ({most} if block_m <= 32 else set())):
                 cfg = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)

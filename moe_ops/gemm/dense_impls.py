@@ -50,7 +50,7 @@ def config_words(config: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch)
         return f"at most {MOST_ROWS} quantized rows on SM90; {config.programs} programs by the estimate of its time"
     split = f"; K in {config.split} parts by the estimate of its time" if config.split > 1 else ""
     against = gluon_reason(problem, arch) or "no config of the Gluon kernel fits"
-    if problem.rows > MOST_ROWS and problem.fmt == "fp8_block" and arch.has_wgmma and problem.aligned:
+    if problem.rows > ROLES_ROWS and problem.fmt == "fp8_block" and arch.has_wgmma and problem.aligned:
         against += f"; {roles_reason(problem, arch) or 'and the one with warp roles adds no residual and wants out on the 16-byte grid'}"
     return f"{against}; {operand_words(config)}{split}"
 

@@ -9,7 +9,7 @@ from moe_ops.quant.scale_storage import padded_rows
 
 
 def quantized_bytes(rows: int, k: int, fmt: str) -> tuple[int, int]:
-    """Bytes of an activation's data and scales (MN-major for fp8_block), each rounded up so that what follows is aligned."""
+    """Bytes of an activation's data and scales (with room for MN-major ones), each rounded up so that what follows is aligned."""
     scales = padded_rows(rows, "mn_major") * 4 * ceil_div(k, 128) if fmt == "fp8_block" else rows * (k // 32)
     return ceil_div(rows * k, 256) * 256, ceil_div(scales, 256) * 256
 

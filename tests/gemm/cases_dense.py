@@ -71,6 +71,10 @@ COMPILE_CASES += [
     for programs in ((1, 5) if bn % 32 == 0 else (4,))
 ]
 COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
+# the weights asked for before the quantizer has ended
+COMPILE_CASES += [
+    (f"dense after its quantizer, {n} x {k}", _call("fp8_block", 63, "fp32", k, n), (90,)) for n, k in ((18432, 7168), (9216, 4096), (576, 7168))
+]
 EXPECT = {
     "_grouped_gemm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", r"cp\.async\.bulk\.tensor\.2d\.global"]},
     "_dense_stream_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3", r"setmaxnreg|maxnreg"]},
@@ -80,5 +84,8 @@ EXPECT = {
         120: [r"mma\.sync\.aligned\.m16n8k(32\.row\.col\.(kind::mxf8f6f4\.block_scale|f32\.e4m3)|16\.row\.col\.f32\.bf16)"],
     },
 }
-SPILLS = {"_grouped_gemm_hopper_kernel": (72, "the producer keeps what belongs to a tile, not to a step, in local memory")}
+SPILLS = {
+    "_dense_stream_kernel": (8, "with bias, residual and an early start: in the epilogue"),
+    "_grouped_gemm_hopper_kernel": (72, "the producer keeps what belongs to a tile, not to a step, in local memory"),
+}
 ONLY = {"_dense_stream_kernel": (90,), "_stream_reduce_kernel": (90,)}

@@ -234,6 +234,7 @@ def test_which_gluon_kernel():
         (65, 512, torch.bfloat16, "fp32", torch.float32, 128),
         (65, 128, torch.bfloat16, "fp32", torch.bfloat16, 128),
         (512, 1024, torch.bfloat16, "fp32", torch.bfloat16, 128),
+        (512, 256, torch.bfloat16, "fp32", torch.bfloat16, 128),
         (512, 512, torch.bfloat16, "folded", torch.bfloat16, 128),
         (128, 512, torch.uint8, "given", torch.bfloat16, 128),
         (129, 512, torch.uint8, "given", torch.bfloat16, 192),

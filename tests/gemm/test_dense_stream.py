@@ -88,7 +88,13 @@ def test_legality(change, problem, reason):
     assert "is for Hopper" in is_legal(GOOD, PROBLEM, arch_of_capability(100))
 
 
-@pytest.mark.parametrize("n,k", [(1536, 7168), (576, 7168), (24576, 1536), (7168, 18432), (9216, 4096), (64, 128), (1, 16), (100, 48)])
+@pytest.mark.parametrize(
+    "n,k",
+    [
+        *((1536, 7168), (576, 7168), (24576, 1536), (7168, 18432), (9216, 4096), (129280, 7168), (151936, 4096)),
+        *((64, 128), (1, 16), (100, 48)),
+    ],
+)
 def test_choice(n, k):
     """Legal for every number of rows, the same for all of an octave, and never more programs than two an SM."""
     for rows in (1, 3, 16, 17, 40, 64, 65, 128, 129, 4000):
