@@ -1,6 +1,8 @@
 """Words that kernels find zero and leave zero: who shares which, and on a GPU that launches in flight at once keep apart."""
 
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,6 +70,7 @@ def test_a_capture_without_room_brings_its_own_zeros(fake, monkeypatch):
     monkeypatch.setattr(zeroed, "CHUNK_WORDS", STREAM_WORDS + SECTOR_WORDS)
     fake.capturing = True
     assert zeroed_words(CUDA, 3).tolist() == [0, 0, 0] and fake.made == [(3, CUDA)]  # no chunk yet, and none is made
+    assert not (zeroed._chunks or zeroed._streams or zeroed._kept)  # GRAPH: nothing of a graph's memory is remembered beyond it
     fake.capturing = False
     eager = zeroed_words(CUDA, STREAM_WORDS)
     fake.capturing = True
@@ -75,11 +78,33 @@ def test_a_capture_without_room_brings_its_own_zeros(fake, monkeypatch):
     assert len(fake.made) == 2
     own = zeroed_words(CUDA, 1)
     assert fake.made[2:] == [(1, CUDA)] and not places(own) & (places(last) | places(eager))
+    assert not any(places(own) & places(t) for t in (*zeroed._kept, *zeroed._streams.values()))
     fake.capturing, fake.stream = False, 8
     fresh = zeroed_words(CUDA, STREAM_WORDS)  # a new stream, a new chunk; the old one is kept
     assert len(fake.made) == 4 and not places(fresh) & (places(last) | places(eager)) and len(zeroed._kept) == 2
     fake.stream = 7
     assert zeroed_words(CUDA, 1).data_ptr() == eager.data_ptr()
+
+
+def test_threads_at_once_share_no_words(fake, monkeypatch):
+    """The first launches of eight threads, on streams of their own, and what each captures after them: one chunk, no word twice."""
+    mine, barrier = threading.local(), threading.Barrier(8)
+    cuda = types.SimpleNamespace(
+        is_current_stream_capturing=lambda: mine.capturing,
+        current_stream=lambda device: types.SimpleNamespace(cuda_stream=getattr(mine, "stream", 0), synchronize=lambda: None),
+    )
+    monkeypatch.setattr(zeroed.torch, "cuda", cuda)
+
+    def launches(stream):
+        mine.stream, mine.capturing = stream, False
+        barrier.wait(timeout=60)
+        eager = zeroed_words(CUDA, STREAM_WORDS)
+        mine.capturing = True
+        return [eager, *(zeroed_words(CUDA, 2) for _ in range(50))]
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = [t for some in pool.map(launches, range(8)) for t in some]
+    assert len(fake.made) == 1 and sum(len(places(t)) for t in taken) == len(set.union(*map(places, taken)))
 
 
 def test_compiling_ahead_and_too_many():
@@ -173,13 +198,19 @@ def test_eager_launches_allocate_once(products):
 @pytest.mark.gpu
 @hopper
 def test_a_graph_without_room_clears_its_own(products, monkeypatch):
+    """GRAPH: and what it counted in goes with it: eager calls and a second capture after its end are right."""
     call, outs, want = products(3)
-    with monkeypatch.context() as patch:
-        patch.setattr(zeroed, "_chunks", {})
-        graph = captured(call)
-    for _ in range(5):
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(zeroed, "_chunks", {})
+            graph = captured(call)
+        for _ in range(5):
+            check(outs, want)
+            graph.replay()
         check(outs, want)
-        graph.replay()
+        torch.cuda.synchronize()
+        del graph
+        call()
     check(outs, want)
 
 

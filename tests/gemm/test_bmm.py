@@ -126,6 +126,21 @@ def test_empty(device, fmt, tokens, heads):
         assert out.shape == (tokens, heads, 64) and out.dtype == torch.float16
 
 
+@pytest.mark.parametrize("n,k", [(512, 128), (128, 2048)], ids=["few", "ring"])
+def test_empty_launches_no_gluon_kernel(monkeypatch, n, k):
+    """EMPTY: no tokens, no heads, whatever the strides, where Hopper's kernels would be taken; a grid of 0 is the driver's error."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    for module in ("gemm.bmm_few", "gemm.bmm_hopper", "core.launch"):
+        monkeypatch.setattr(f"moe_ops.{module}.launch", lambda *args, **meta: pytest.fail(f"launched {args[1]}"))
+    for tokens, heads in ((0, 3), (3, 0), (0, 0)):
+        first = torch.zeros(heads, tokens, k, dtype=torch.bfloat16)
+        w, sw = torch.zeros(heads, n, k, dtype=torch.uint8), torch.ones(heads, n // 128, k // 128)
+        for a in (first.transpose(0, 1), first.transpose(0, 1).contiguous()):
+            assert _bmm_triton(a, None, w, sw, "fp8_block", "fp32", torch.bfloat16).shape == (tokens, heads, n)
+            q = (a.to(torch.uint8), torch.ones(tokens, heads, k // 128))
+            assert _bmm_triton(*q, w, sw, "fp8_block", "given", torch.bfloat16).shape == (tokens, heads, n)
+
+
 def test_out_and_same_bits(device):
     x, w = uneven((6, 2, 128), seed=1).to(device), quantize_weight(uneven((2, 64, 128), seed=2).to(device), "mxfp8")
     out = torch.empty(6, 2, 64, dtype=torch.float16, device=device)

@@ -14,7 +14,10 @@ from moe_ops.quant.rows import rows_ref
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
 
-PROJECTIONS = [pytest.param(512, 128, id="k_b_proj"), pytest.param(128, 512, id="v_b_proj"), pytest.param(128, 128, id="one step")]
+PROJECTIONS = [
+    *(pytest.param(512, 128, id="k_b_proj"), pytest.param(128, 512, id="v_b_proj"), pytest.param(128, 128, id="one step")),
+    *(pytest.param(768, 128, id="more blocks of N than slots"), pytest.param(128, 1280, id="more blocks of K than slots")),
+]
 #: (tokens, heads): both kernels, one to three warpgroups of rows, tails, more items than multiprocessors, shares that end inside a head
 SIZES = [(1, 3), (16, 16), (17, 5), (32, 128), (33, 3), (64, 128), (65, 7), (129, 5), (200, 140), (513, 3), (1030, 17)]
 BOUND = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 5e-4}
@@ -67,7 +70,7 @@ def rooms(tokens, heads, n, dtype):
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "given", "given mn_major", "folded", "fp32 out"])
-@pytest.mark.parametrize("tokens,heads", [(65, 3), (128, 2), (129, 5), (193, 140), (200, 3), (450, 4), (600, 33)])
+@pytest.mark.parametrize("tokens,heads", [(40, 5), (64, 3), (65, 3), (128, 2), (129, 5), (193, 140), (200, 3), (450, 4), (600, 33)])
 @pytest.mark.parametrize("n,k", PROJECTIONS[:2])
 def test_tail_no_layout_of_the_result_touches_its_neighbours(n, k, tokens, heads, kind):
     """TAIL, LAYOUT: a warpgroup's last rows are fewer than 64; the next head's rows, and whatever lies around, keep what they hold."""

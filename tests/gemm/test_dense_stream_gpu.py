@@ -27,11 +27,13 @@ def operands(m, n, k, seed=1):
 
 
 def run(args, cfg, bias=None, residual=None, dtype=torch.float32):
-    """In memory full of NaN: what is not written shows."""
+    """In memory full of NaN: what is not written shows, and what is written before or behind the result or the partial sums."""
     m, n, k = args[0].shape[0], args[2].shape[0], args[0].shape[1]
-    out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
-    work = torch.full((max(16, part_bytes(cfg, m, n, k)),), 0xFF, dtype=torch.uint8, device="cuda")
+    room = torch.full((m + 256, n), float("nan"), device="cuda", dtype=dtype)
+    out, size = room[128:-128], part_bytes(cfg, m, n, k)
+    work = torch.full((size + (1 << 17),), 0xFF, dtype=torch.uint8, device="cuda")
     dense_gemm_into(*args, bias, residual, "fp8_block", "given", out, work, cfg.ints())
+    assert torch.isnan(room[:128]).all() and torch.isnan(room[-128:]).all() and (work[size:] == 0xFF).all()
     return out
 
 
@@ -90,7 +92,7 @@ def test_early_start_gives_the_same_bits(m, n, k):
 
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
 def test_layouts_rows_apart_and_graphs(m):
-    """LAYOUT, GRAPH: MN-major scales, rows of a wider tensor, an out with a stride, one capture replayed over other contents."""
+    """LAYOUT, GRAPH: MN-major scales, NaN in their padding, rows of a wider tensor, out with a stride, one capture replayed over other contents."""
     n, k = 2112, 7168
     wide = uneven((m, 2 * k), seed=5).cuda()
     q, major, w = (
@@ -100,13 +102,14 @@ def test_layouts_rows_apart_and_graphs(m):
     )
     bits, ws = q.data.view(torch.uint8)[:, :k], (w.data.view(torch.uint8), w.scale)
     assert torch.equal(major.data.view(torch.uint8)[:, :k], bits)
-    outs = []
-    for scale in (q.scale[:, : k // 128], major.scale[:, : k // 128]):
+    outs, padded = [], torch.full((k // 128, m + 7), float("nan"), device="cuda")[:, :m].T
+    padded.copy_(q.scale[:, : k // 128])
+    for scale in (q.scale[:, : k // 128], major.scale[:, : k // 128], padded):
         buffer = torch.full((m, n + 64), float("nan"), device="cuda", dtype=torch.bfloat16)
         dense_gemm_into(bits, scale, *ws, None, None, "fp8_block", "given", buffer[:, :n])
         assert torch.isnan(buffer[:, n:]).all()
         outs.append(buffer[:, :n].contiguous())
-    assert torch.equal(*outs)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert relative_error(outs[0], dense_gemm_ref(bits, q.scale[:, : k // 128], *ws, None, None, "fp8_block", "given", torch.float32)) <= 3e-3
     out, workspace = torch.empty(m, n, device="cuda", dtype=torch.bfloat16), dense_gemm_workspace(m, w)
     x = uneven((m, k), seed=7).cuda()

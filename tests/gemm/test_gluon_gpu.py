@@ -96,12 +96,13 @@ def test_equal_to_plain_triton(kernel, k, counts):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("offsets", [[200, -(2**31)], [0, 300, -(2**31), 300], [2**31 - 1, -5, 7, 300, 1]], ids=str)
 def test_garbage_offsets_stay_inside(kernel, offsets):
-    """CLAMP: whatever the offsets hold, nothing outside the first 300 rows is written."""
+    """CLAMP, SENT: whatever the offsets, and the order of gathered rows, hold, nothing outside the 300 rows is written."""
     args = operands(300, len(offsets) - 1, 512, 256)
-    buffer = torch.full((700, 512), 7.0, device="cuda")
-    run(kernel, args, None, buffer[200:500], int32(offsets))
-    torch.cuda.synchronize()
-    assert (buffer[:200] == 7).all() and (buffer[500:] == 7).all()
+    for order in (None, int32([-1, 2**31 - 1, -(2**31), 299] * 75)):
+        buffer = torch.full((700, 512), 7.0, device="cuda")
+        (launch_stream if kernel == "stream" else launch_hopper)("test", *args, None, buffer[200:500], None, int32(offsets), order, 1)
+        torch.cuda.synchronize()
+        assert (buffer[:200] == 7).all() and (buffer[500:] == 7).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
