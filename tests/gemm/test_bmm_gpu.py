@@ -143,3 +143,18 @@ def test_graph_replay_over_changed_activations(tokens):
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, bmm(x, w))
+
+
+@pytest.mark.parametrize("tokens,n,k", [(5, 640, 128), (40, 128, 1792), (200, 128, 1792)], ids=["few", "a tile of 64 rows", "rows shared"])
+def test_first_call_under_capture_is_one_error_and_the_process_goes_on(tokens, n, k):
+    """GRAPH: nothing compiles under capture; eager and a later capture work. Shapes that no other test uses."""
+    x, w = uneven((tokens, 3, k), seed=1).cuda(), weight(3, n, k, False)
+    with pytest.raises(RuntimeError, match=r"bmm: kernel \w+ has never been compiled for \(.*\) and cannot be compiled while a CUDA graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            bmm(x, w)
+    torch.cuda.synchronize()
+    eager, graph = bmm(x, w), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bmm(x, w)
+    graph.replay()
+    assert torch.equal(out, eager)

@@ -127,6 +127,21 @@ def test_layouts_rows_apart_and_graphs(m):
         assert torch.equal(out, dense_gemm(fresh, w))
 
 
+def test_first_call_under_capture_is_one_error_and_the_process_goes_on():
+    """GRAPH: nothing compiles under capture; eager and a later capture work."""
+    m, n, k = 40, 1856, 1408  # a shape that no other test uses
+    a, w = quantize(uneven((m, k), seed=1).cuda(), "fp8_block"), quantize_weight(uneven((n, k), seed=2).cuda(), "fp8_block")
+    with pytest.raises(RuntimeError, match=r"dense_gemm: kernel \w+ has never been compiled for \(.*\) and cannot be compiled while a CUDA graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dense_gemm(a, w)
+    torch.cuda.synchronize()
+    eager, graph = dense_gemm(a, w), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dense_gemm(a, w)
+    graph.replay()
+    assert torch.equal(out, eager)
+
+
 def test_unaligned_rows_take_the_other_kernel():
     """ALIGN: rows off 16 bytes cannot be addressed by TMA; the result is there all the same."""
     args = operands(20, 256, 512)
