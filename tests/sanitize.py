@@ -134,7 +134,7 @@ def batched_gemms_on_hopper():
     """Absorbed MLA: both kernels, one to three warpgroups of rows, a head's slice, heads first, quantized before, folded, an fp32 result."""
     if not arch_of(CUDA).has_wgmma:
         return
-    for n, k in ((256, 128), (128, 256), (128, 128)):
+    for n, k in ((256, 128), (128, 256), (128, 128), (128, 512)):
         w = quantize_weight(data(3, n, k), "fp8_block")
         folded, _ = fold_weight(quantize_weight(torch.randn(3, n, k, device=CUDA).bfloat16(), "mxfp8"))
         for tokens in (1, 19, 50, 150):

@@ -7,6 +7,7 @@ instantiated twice must not be replayed twice at once.) The first launch with wo
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -61,16 +62,14 @@ def _chunk(device: torch.device) -> torch.Tensor:
     A thread of its own allocates: `torch.compile(mode="reduce-overhead")` warms up with its thread's allocations led into a graph's pool, and
     refuses what stays alive there.
     """
-    made: list[torch.Tensor] = []
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_zeros, device).result()
 
-    def make() -> None:
-        made.append(torch.zeros(CHUNK_WORDS, dtype=torch.int32, device=device))
-        torch.cuda.current_stream(device).synchronize()  # every stream takes from it
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return made[0]
+def _zeros(device: torch.device) -> torch.Tensor:
+    chunk = torch.zeros(CHUNK_WORDS, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # every stream takes from it
+    return chunk
 
 
 def _take(device: torch.device, words: int) -> torch.Tensor | None:

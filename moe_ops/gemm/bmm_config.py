@@ -80,7 +80,7 @@ def view_of_heads(a: torch.Tensor) -> tuple[list[int], list[int], int, int] | No
         return [tokens, k], [stride_t if tokens > 1 else k, 1], 0, 0
     if stride_h < k:
         return None
-    if tokens == 1:  # the distance of its tokens can be anything
+    if tokens <= 1:  # the distance of its tokens can be anything
         return [heads, k], [stride_h, 1], 1, 0
     if (heads - 1) * stride_h + k <= min(stride_t, most):
         return [tokens, (heads - 1) * stride_h + k], [stride_t, 1], 0, stride_h

@@ -121,9 +121,9 @@ HOPPER_EXPERTS = 512
 #: Rows that the kernels' counts of tiles have no room for.
 HOPPER_ROWS = 2**27
 #: Rounds of tiles on every SM from which on the kernel for many rows hands out tiles as SMs become free, and not in turn, and how many of 64
-#: row tiles must have at most 64 rows for it: by itself, and in the layer (launched early). H200, Triton 3.6, 2026-11-30: 367 to 340 us by itself
-#: with skewed counts, 18% such tiles; -4 to +5%, mostly slower, with even counts, none. The layer 4 to 6% faster with rows for 7.8 and 11.6
-#: rounds, 4% slower with 5.8. Not timed: shares between none and 18%.
+#: row tiles must have at most 64 rows for it: by itself, and in the layer (launched early). H200, Triton 3.6, 2026-11-30: 368 to 337 us by itself
+#: with skewed counts, 18% such tiles; even counts, none, 0.999. Layers whose GEMMs have 9.3 and 16.3 rounds 0.971, 14.4 and 19.2 0.984, the second
+#: alone 8.9 1.004 (results/nvidia_h200/kernel_variants.json, tile_counter). Not timed: shares between none and 18%.
 HOPPER_ROUNDS = 7
 HOPPER_TAILS = (4, 0)
 

@@ -52,7 +52,9 @@ def scaled_mm_reason(p: Problem, where: Where) -> str | None:
         return f"torch._scaled_mm needs CUDA tensors for scales of blocks, got {where.device}"
     if where.arch.capability != 90:
         return "torch._scaled_mm has scales of 1x128 and 128x128 blocks on SM90 alone"
-    if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
+    if torch.version.cuda is None:
+        return "torch._scaled_mm has scales of blocks in builds with CUDA, this torch is without"
+    if tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
         return f"torch._scaled_mm has scales of blocks from CUDA 12.9 on, this torch has {torch.version.cuda}"
     if p.out_dtype != torch.bfloat16:
         return "torch._scaled_mm with scales of blocks writes bfloat16"

@@ -107,6 +107,18 @@ def test_threads_at_once_share_no_words(fake, monkeypatch):
     assert len(fake.made) == 1 and sum(len(places(t)) for t in taken) == len(set.union(*map(places, taken)))
 
 
+def test_what_stops_the_first_chunk_reaches_the_caller(fake, monkeypatch):
+    """An error in the thread that allocates is the caller's, and nothing is handed out that nobody waited for."""
+
+    def none_left(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(zeroed.torch, "zeros", none_left)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        zeroed_words(CUDA, 2)
+    assert not (zeroed._chunks or zeroed._streams or zeroed._kept)
+
+
 def test_compiling_ahead_and_too_many():
     assert zeroed_words(torch.device("cpu"), 2).tolist() == [0, 0]
     with pytest.raises(ValueError, match=f"zeroed_words: at most {STREAM_WORDS} words, got {STREAM_WORDS + 1}"):

@@ -135,7 +135,8 @@ def test_empty_launches_no_gluon_kernel(monkeypatch, n, k):
     for tokens, heads in ((0, 3), (3, 0), (0, 0)):
         first = torch.zeros(heads, tokens, k, dtype=torch.bfloat16)
         w, sw = torch.zeros(heads, n, k, dtype=torch.uint8), torch.ones(heads, n // 128, k // 128)
-        for a in (first.transpose(0, 1), first.transpose(0, 1).contiguous()):
+        expanded = torch.zeros(1, heads, k, dtype=torch.bfloat16).expand(5, heads, k)[:tokens]
+        for a in (first.transpose(0, 1), first.transpose(0, 1).contiguous(), expanded):
             assert _bmm_triton(a, None, w, sw, "fp8_block", "fp32", torch.bfloat16).shape == (tokens, heads, n)
             q = (a.to(torch.uint8), torch.ones(tokens, heads, k // 128))
             assert _bmm_triton(*q, w, sw, "fp8_block", "given", torch.bfloat16).shape == (tokens, heads, n)
