@@ -40,27 +40,24 @@ COMPILE_CASES = [
 ]
 COMPILE_CASES += [
     (f"bmm into fp32, tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k, torch.float32), (90,))
-    for tokens in (64, 512)
-    for n, k in ((512, 128), (128, 512))
+    for tokens, n, k in ((64, 128, 512), (512, 512, 128))
 ]
 # two and three warpgroups of rows, stored by TMA and, off the 16-byte grid, by the threads
 COMPILE_CASES += [
     (f"bmm {rule}, {a} to {dtype}, {beside} beside, tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, rule, n, k, dtype, a, beside), (90,))
     for tokens, n, k, rule, a, dtype, beside in (
         (128, 128, 512, "given", torch.bfloat16, torch.bfloat16, 0),
-        (512, 128, 512, "given", torch.bfloat16, torch.float32, 0),
         (512, 128, 512, "given", torch.bfloat16, torch.float16, 4),
         (512, 128, 512, "fp32", torch.float16, torch.float16, 0),
         (512, 128, 512, "fp32", torch.bfloat16, torch.bfloat16, 4),
         (512, 128, 512, "folded", torch.float16, torch.float32, 0),
-        (512, 512, 128, "folded", torch.bfloat16, torch.bfloat16, 4),
         (512, 128, 2048, "fp32", torch.bfloat16, torch.bfloat16, 0),
     )
 ]
 # one step, more steps than slots, blocks in both directions
 COMPILE_CASES += [
     (f"bmm tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k), (90,))
-    for tokens, n, k in ((20, 128, 128), (40, 128, 128), (300, 128, 128), (40, 128, 2048), (300, 1024, 128), (20, 256, 256))
+    for tokens, n, k in ((20, 128, 128), (300, 128, 128), (40, 128, 2048), (300, 1024, 128))
 ]
 EXPECT = {
     "_bmm_few_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"]},

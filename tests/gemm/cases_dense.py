@@ -65,16 +65,14 @@ COMPILE_CASES = [
 COMPILE_CASES += [
     (f"dense stream {bm}x{bn} programs={programs}", _stream(bm, bn, stages, programs), (90,))
     for bm, bn, stages in (
-        *((16, 64, 10), (16, 128, 4), (32, 64, 8), (32, 128, 10), (64, 32, 16), (64, 64, 12), (64, 72, 10), (64, 128, 6), (64, 144, 6)),
-        *((128, 32, 10), (128, 64, 6), (128, 80, 6), (128, 96, 7), (128, 128, 6), (128, 144, 6)),
+        *((16, 64, 10), (16, 128, 4), (32, 128, 10), (64, 32, 16), (64, 72, 10), (64, 144, 6)),
+        *((128, 80, 6), (128, 96, 7), (128, 144, 6)),
     )
     for programs in ((1, 5) if bn % 32 == 0 else (4,))
 ]
 COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
 # the weights asked for before the quantizer has ended
-COMPILE_CASES += [
-    (f"dense after its quantizer, {n} x {k}", _call("fp8_block", 63, "fp32", k, n), (90,)) for n, k in ((18432, 7168), (9216, 4096), (576, 7168))
-]
+COMPILE_CASES += [(f"dense after its quantizer, {n} x {k}", _call("fp8_block", 63, "fp32", k, n), (90,)) for n, k in ((18432, 7168), (576, 7168))]
 EXPECT = {
     "_grouped_gemm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", r"cp\.async\.bulk\.tensor\.2d\.global"]},
     "_dense_stream_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3", r"setmaxnreg|maxnreg"]},

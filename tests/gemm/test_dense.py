@@ -86,7 +86,7 @@ def test_splitk_any_split_is_as_good_as_none(device, fmt, k):
     bias, residual = torch.randn(n).to(device), torch.randn(m, n).to(device)
     exact = call(dense_gemm_ref, parts, bias, residual)
     whole = call(_dense_gemm_triton, parts, bias, residual, cfg=config("swap", fmt))
-    for split in (2, 3, 4, 7, 8, 16):
+    for split in (2, 3, 7, 16):
         out = call(_dense_gemm_triton, parts, bias, residual, cfg=config("swap", fmt, split))
         assert relative_error(out, exact) <= relative_error(whole, exact) + 1e-5
         again = call(_dense_gemm_triton, parts, bias, residual, cfg=config("swap", fmt, split))
