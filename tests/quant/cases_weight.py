@@ -28,8 +28,8 @@ PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b and "row_major" in (
 COMPILE_CASES = [
     ("weight fp8_block", weight("fp8_block", "fp32", -1, torch.bfloat16)),
     ("weight fp8_block fp32", weight("fp8_block", "pow2", -1, torch.float32)),
-    ("weight fp8_block stochastic", weight("fp8_block", "fp32", 5, torch.bfloat16)),
     ("weight mxfp8 stochastic", weight("mxfp8", "rceil", 5, torch.bfloat16)),
+    ("weight fp8_block stochastic", weight("fp8_block", "fp32", 5, torch.bfloat16)),
     *((f"dequantize {fmt} {block} {dtype}", dequantize(fmt, block, dtype)) for fmt, block, dtype in (
         ("fp8_block", 128, torch.bfloat16), ("fp8_block", 1, torch.float32), ("mxfp8", 1, torch.float16))),
     *((f"convert mxfp8 {a} {b}", convert("mxfp8", a, b)) for a, b in PAIRS),
