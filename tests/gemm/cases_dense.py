@@ -26,9 +26,9 @@ def _call(fmt: str, rows: int, rule: str, k: int, n: int = N):
     return call
 
 
-def _stream(block_m: int, block_n: int, stages: int, programs: int):
+def _stream(block_m: int, block_n: int, stages: int, programs: int, rows: int):
     def call():
-        rows, n, k = block_m - 1, 576, 640
+        n, k = 576, 640
         operands = (torch.zeros((rows, k), dtype=torch.uint8), torch.ones((rows, 5)), torch.zeros((n, k), dtype=torch.uint8), torch.ones((5, 5)))
         config = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
         bias, residual = torch.zeros(n), torch.zeros((rows, n), dtype=torch.bfloat16)
@@ -63,12 +63,16 @@ COMPILE_CASES = [
     if (rule == "given" and (rows != 32 or fmt == "fp8_block")) or (rows <= 16 and not (rule == "folded" and k % 128))
 ]
 COMPILE_CASES += [
-    (f"dense stream {bm}x{bn} programs={programs}", _stream(bm, bn, stages, programs), (90,))
+    (f"dense stream {bm}x{bn} programs={programs}", _stream(bm, bn, stages, programs, bm - 1), (90,))
     for bm, bn, stages in (
         *((16, 64, 10), (16, 128, 4), (32, 128, 10), (64, 32, 16), (64, 72, 10), (64, 144, 6)),
         *((128, 80, 6), (128, 96, 7), (128, 144, 6)),
     )
     for programs in ((1, 5) if bn % 32 == 0 else (4,))
+]
+COMPILE_CASES += [
+    (f"dense stream {bm}x{bn} two row tiles", _stream(bm, bn, stages, programs, 100), (90,))
+    for bm, bn, stages, programs in ((64, 32, 16, 18), (64, 64, 10, 18), (64, 144, 6, 4))
 ]
 COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
 # the weights asked for before the quantizer has ended
