@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.gemm.gluon_compat import as_words
-from moe_ops.gemm.hopper_epilogue import folded, refold, row_amax
+from moe_ops.gemm.hopper_epilogue import folded, refold, row_amax, shifted
 
 
 @gluon.jit
@@ -33,23 +33,105 @@ def _wide(x, lay: gl.constexpr):
 
 @gluon.jit
 def _finite_pair(x):
-    """|x| of two bf16, NaN for an infinity; see `hopper_epilogue.finite`."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 z; mov.b32 z, 0; fma.rn.bf16x2 z, $1, z, $1; abs.bf16x2 $0, z; }", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
+    """Two bf16, NaN for an infinity; see `hopper_epilogue.finite`."""
+    return gl.inline_asm_elementwise("{ .reg .b32 z; mov.b32 z, 0; fma.rn.bf16x2 $0, $1, z, $1; }", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _larger_pair(x, y):
-    """The larger of two pairs of bf16, each half by itself; a NaN loses."""
-    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+    """A number of the larger magnitude of two pairs of bf16, each half by itself, with any sign (|x| would be an instruction more); a NaN loses."""
+    return gl.inline_asm_elementwise("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _largest(top):
-    """The larger half of a pair as fp32; 0 where both are NaN."""
-    amax = gl.maximum((top << 16).to(gl.float32, bitcast=True), (top & -65536).to(gl.float32, bitcast=True))
+    """The larger magnitude of a pair as fp32; 0 where both are NaN."""
+    amax = gl.maximum(gl.abs((top << 16).to(gl.float32, bitcast=True)), gl.abs((top & -65536).to(gl.float32, bitcast=True)))
     return gl.where(amax == amax, amax, 0.0)
+
+
+@gluon.jit
+def _larger_field(x, y):
+    """The larger of two pairs of unsigned 16-bit numbers, each half by itself."""
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _times_pair(x, y):
+    """The products of two pairs of bf16."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _magnitude(x):
+    """|x| of a pair of bf16, 0 where NaN."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 z; mov.b32 z, 0; abs.bf16x2 $0, $1; max.bf16x2 $0, $0, z; }", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _both_halves(x, y):
+    """x's half of the larger magnitude beside y's, as `_larger_pair` finds them."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 z; prmt.b32 z, $1, $2, 0x5410; prmt.b32 $0, $1, $2, 0x7632; max.xorsign.abs.bf16x2 $0, z, $0; }",
+        "=&r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _low_half(x):
+    """A word's low 16 bits in both of its halves."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _high_half(x):
+    """A word's high 16 bits in both of its halves."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _of_rows(low, high):
+    """(4, 8, 4) of the rows r and of the rows r + 8 of every 16 -> (64, 4)."""
+    return gl.reshape(gl.permute(gl.join(low, high), (0, 3, 1, 2)), (64, 4))
+
+
+@gluon.jit
+def _fold_pairs(x, lay: gl.constexpr):
+    """`quantize` by "folded" of `_pairs` of a bf16 (64, 128).
+
+    A thread holds rows r and r + 8 of every 16, so what belongs to a group of 32 is computed for both in the halves of a word: its amax, then the
+    exponent of its power of two where bf16 has it. A product that bf16 cannot hold is below 2^-126: e4m3 rounds it to zero. By elements in fp32
+    a step of the batched GEMM took 756 instructions instead of 509 (sm_90, Triton 3.6).
+    """
+    top = gl.reshape(_finite_pair(x), (64, 4, 2, 4, 2))
+    top = gl.reduce(gl.reduce(top, 4, _larger_pair), 2, _larger_pair)
+    low, high = gl.split(gl.permute(gl.reshape(top, (4, 2, 8, 4, 4)), (0, 2, 4, 3, 1)))
+    amax = gl.reduce(_both_halves(low, high), 2, _larger_pair)
+    # 8 + the group's byte: 448 is 1.75 * 2^8, so a mantissa above 0x60 carries
+    field = (_magnitude(amax) + 0x001F001F) & 0x7F807F80
+    field = _larger_field(field, gl.full_like(field, 0x04000400))
+    largest = gl.reduce(field, 2, _larger_field)
+    inverse = -0x7CFF7D00 - field  # 0x8300 - the field: 2^(127 - byte)
+    inverse = _of_rows(_low_half(inverse), _high_half(inverse))
+    grouped = gl.reshape(x, (64, 4, 16))
+    y = _times_pair(grouped, gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(2, grouped.type.layout)), 2))
+    # the group's power of two over the row's, at least 2^-127
+    one = gl.full_like(largest, 0x3F803F80)
+    least = gl.expand_dims(_larger_field(largest, one) - one, 2)
+    shift = _larger_field(field, least + gl.zeros_like(field)) + gl.expand_dims(one - largest, 2)
+    low = (shift << 16).to(gl.float32, bitcast=True).to(gl.float16)
+    high = (shift & -65536).to(gl.float32, bitcast=True).to(gl.float16)
+    q = gl.reshape(_wide(gl.reshape(y, (64, 64)), lay).to(gl.float8e4nv), (64, 4, 32))
+    factor = gl.expand_dims(gl.convert_layout(_of_rows(low, high), gl.SliceLayout(2, q.type.layout)), 2)
+    q = gl.convert_layout(gl.reshape(shifted(q, factor), (64, 128)), lay)
+    largest -= 0x04000400
+    low = largest << 16
+    high = largest & -65536
+    scale = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (64,))
+    scale = gl.where(scale == 0, 0x00400000, scale).to(gl.float32, bitcast=True)
+    return q, gl.convert_layout(scale, gl.SliceLayout(1, lay))
 
 
 @gluon.jit
@@ -57,10 +139,10 @@ def quantize_tile(buf, RULE: gl.constexpr, lay: gl.constexpr):
     """`quantize` of a 16-bit (64, 128) in shared memory. With one scale a row, bf16 finds its largest by pairs."""
     if buf.dtype == gl.bfloat16:
         x = _pairs(buf, lay)
-        v = _wide(x, lay)
         if RULE == "folded":
-            q, scale = quantize(v, RULE, lay)
+            q, scale = _fold_pairs(x, lay)
         else:
+            v = _wide(x, lay)
             amax = _largest(gl.reduce(_finite_pair(x), 1, _larger_pair))
             scale = _scale_of(gl.convert_layout(amax, gl.SliceLayout(1, lay)))
             q = _quotient(v, scale).to(gl.float8e4nv)

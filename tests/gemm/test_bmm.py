@@ -352,3 +352,24 @@ def test_graph_no_sync_no_allocation():
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out.view(torch.int16), bmm(x, w).view(torch.int16))
+
+
+def e4m3_bytes(x):
+    return x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def test_folding_in_16_bits_has_the_bytes_of_fp32():
+    """What the Hopper kernels' "folded" computes by pairs: every e4m3 by every power of two in fp16; every bf16 that a group can hold in bf16."""
+    powers = torch.arange(128, dtype=torch.int32).mul(1 << 23).view(torch.float32)[:, None]  # 0, 2^-126 .. 1
+    q = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    assert torch.equal(e4m3_bytes(q.half() * powers.half()), e4m3_bytes(q.float() * powers))
+    amax = torch.arange(0x7F80, dtype=torch.int32)
+    wide = amax << 16
+    byte = ((wide >> 23) - 8 + ((wide & 0x7FFFFF) > 0x600000).int()).clamp(0, 254)
+    field = ((amax + 0x1F) & 0x7F80).clamp(min=0x0400)
+    assert torch.equal(field, (byte + 8) << 7)
+    x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    for b in byte.unique().tolist():
+        fits = x[(x.int() & 0x7FFF) <= int(amax[byte == b].max())].view(torch.bfloat16)
+        inverse = torch.tensor((254 - b) << 7, dtype=torch.int16).view(torch.bfloat16)
+        assert torch.equal(e4m3_bytes((fits * inverse).float()), e4m3_bytes(fits.float() * inverse.float()))
