@@ -46,18 +46,19 @@ def _share(TILES: gl.constexpr, KB: gl.constexpr, R: gl.constexpr, WHOLE: gl.con
 
 
 @gluon.jit
-def _tile(s, KB: gl.constexpr, R: gl.constexpr):
-    """The tile of step s, counted with the row tile fastest. Of R row tiles the programs take a round at a time, so that neighbours share weights."""
-    if R > 1:
-        return gl.program_id(0) + s // KB * gl.num_programs(0)
-    return s // KB
+def _in_rounds(i):
+    """This program's i-th tile, counted with the row tile fastest: the programs take a round at a time, so that neighbours share weights.
+
+    Where there is one row tile nothing is called in its place: debug labels alone change what ptxas makes of the same instructions.
+    """
+    return gl.program_id(0) + i * gl.num_programs(0)
 
 
 @gluon.jit
 def _ask(wa_desc, wb_desc, s, bar, wa_buf, wb_buf, KB: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, R: gl.constexpr):
     """Expect all bytes that TMA brings for step s, and ask for the weights."""
     mbarrier.expect(bar, (WA + WB + T) * 128)
-    n0 = _tile(s, KB, R) // R * (WA + WB)
+    n0 = (_in_rounds(s // KB) if R > 1 else s // KB) // R * (WA + WB)
     tma_load(wa_desc, [n0, s % KB * 128], bar, wa_buf)
     if WB > 0:
         tma_load(wb_desc, [n0 + WA, s % KB * 128], bar, wb_buf)
@@ -83,7 +84,7 @@ def _producer(
         mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
         if not (PDL and EARLY) or it >= STAGES:
             _ask(wa_desc, wb_desc, s, bar, wa_bufs.index(slot), wb_bufs.index(slot if WB > 0 else 0), KB, WA, WB, T, R)
-        tma_load(a_desc, [_tile(s, KB, R) % R * T, s % KB * 128], bar, a_bufs.index(slot))
+        tma_load(a_desc, [_in_rounds(s // KB) % R * T if R > 1 else 0, s % KB * 128], bar, a_bufs.index(slot))
 
 
 @gluon.jit
@@ -104,12 +105,11 @@ def _scale_producer(
         slot = it % STAGES
         kb = s % KB
         if R > 1:
-            r0 = _tile(s, KB, R) % R * T
-            sa = sa_ptr + gl.minimum(r0 + gl.arange(0, T, flat), rows - 1).to(gl.int64) * stride_sam
+            sa = sa_ptr + gl.minimum(_in_rounds(s // KB) % R * T + gl.arange(0, T, flat), rows - 1).to(gl.int64) * stride_sam
         mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
         cp_async(sa_bufs.index(slot), sa + kb.to(gl.int64) * stride_sak)
         # the scale of the tile's beginning, the next one, and that of box b
-        n0 = _tile(s, KB, R) // R * (WA + WB)
+        n0 = (_in_rounds(s // KB) if R > 1 else s // KB) // R * (WA + WB)
         scale_row = gl.minimum(gl.where(word == 2, (n0 + WA) // 128, n0 // 128 + word), (N + 127) // 128 - 1)
         cp_async(sw_bufs.index(slot), sw_ptr + scale_row.to(gl.int64) * KB + kb)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
@@ -267,8 +267,9 @@ def _consumer(
     j = 0
     while s < end:
         kb = s % KB
-        n0 = _tile(s, KB, R) // R * W
-        r0 = _tile(s, KB, R) % R * T
+        tile = _in_rounds(s // KB) if R > 1 else s // KB
+        n0 = tile // R * W
+        r0 = tile % R * T
         steps = gl.minimum(KB - kb, end - s)
         skip = 0 if BY_ROWS else (s - start + WG) % 2
         acc_a, acc_b, acc_c, acc_d = _products(
