@@ -26,13 +26,14 @@ def _call(fmt: str, rows: int, rule: str, k: int, n: int = N):
     return call
 
 
-def _stream(block_m: int, block_n: int, stages: int, programs: int, rows: int):
+def _stream(block_m: int, block_n: int, stages: int, programs: int, rows: int, rule: str = "given"):
     def call():
         n, k = 576, 640
-        operands = (torch.zeros((rows, k), dtype=torch.uint8), torch.ones((rows, 5)), torch.zeros((n, k), dtype=torch.uint8), torch.ones((5, 5)))
+        a = (torch.zeros((rows, k), dtype=torch.uint8), torch.ones((rows, 5))) if rule == "given" else (torch.zeros((rows, k)).bfloat16(), None)
+        operands = (*a, torch.zeros((n, k), dtype=torch.uint8), torch.ones((5, 5)))
         config = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
         bias, residual = torch.zeros(n), torch.zeros((rows, n), dtype=torch.bfloat16)
-        _dense_gemm_triton(*operands, bias, residual, "fp8_block", "given", torch.bfloat16, config.ints())
+        _dense_gemm_triton(*operands, bias, residual, "fp8_block", rule, torch.bfloat16, config.ints())
 
     return call
 
@@ -71,8 +72,8 @@ COMPILE_CASES += [
     for programs in ((1, 5) if bn % 32 == 0 else (4,))
 ]
 COMPILE_CASES += [
-    (f"dense stream {bm}x{bn} two row tiles", _stream(bm, bn, stages, programs, 100), (90,))
-    for bm, bn, stages, programs in ((64, 32, 16, 18), (64, 64, 10, 18), (64, 144, 6, 4))
+    (f"dense stream {bm}x{bn} two row tiles, {rule}", _stream(bm, bn, stages, programs, 100, rule), (90,))
+    for bm, bn, stages, programs, rule in ((64, 32, 16, 18, "given"), (64, 64, 10, 18, "fp32"), (64, 144, 6, 4, "given"), (64, 144, 6, 4, "fp32"))
 ]
 COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
 # the weights asked for before the quantizer has ended
