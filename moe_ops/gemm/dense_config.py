@@ -1,7 +1,6 @@
 """Configs of the dense and the batched GEMM: one frozen dataclass, one legality function, one heuristic that needs no database."""
 
 import functools
-import itertools
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -51,7 +50,7 @@ class DenseGemmConfig:
         split: parts of K, each of whole 128s, computed by programs of their own; their fp32 partials are added in a fixed order.
         swap: weights as the first operand of the tensor-core instruction (its M dimension): for few rows.
         programs: 0 for the plain Triton kernel; else the Gluon kernel of dense_stream.py with this many programs, which share all steps
-            along K of all tiles evenly (split is 1 then). block_m holds all rows, or is 64 with two row tiles, whose tiles are not cut.
+            along K of all tiles evenly (split is 1 then, block_m holds all rows).
     """
 
     block_m: int
@@ -100,11 +99,6 @@ class DenseGemmProblem:
     aligned: bool = False
 
 
-def row_tiles(cfg: DenseGemmConfig, rows: int) -> int:
-    """Row tiles of the Gluon kernel: 2 for 65 to 128 rows in tiles of 64, else 1."""
-    return max(1, ceil_div(rows, cfg.block_m))
-
-
 def shared_bytes(cfg: DenseGemmConfig, problem: DenseGemmProblem) -> int:
     """Shared memory of the operand ring, in bytes."""
     if cfg.programs:
@@ -133,23 +127,19 @@ def _stream_reason(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) 
         return f"programs must be 0: the kernel with programs is for Hopper, not {arch.name}"
     if problem.fmt != "fp8_block" or problem.fused or problem.batch != 1 or not problem.aligned or problem.k % 16:
         return "programs must be 0: the kernel with programs takes one product of quantized fp8_block operands with rows on 16-byte boundaries"
-    if cfg.block_m not in (16, 32, 64, 128) or problem.rows > (128 if cfg.block_m == 64 else cfg.block_m):
-        return f"block_m must be 16, 32, 64 or 128 and hold all {problem.rows} rows (64: half of them, at least), got {cfg.block_m}"
+    if cfg.block_m not in (16, 32, 64, 128) or cfg.block_m < problem.rows:
+        return f"block_m must be 16, 32, 64 or 128 and hold all {problem.rows} rows, got {cfg.block_m}"
     widths = STREAM_WIDTHS[cfg.block_m]
     if cfg.block_n not in widths or (cfg.block_k, cfg.warps, cfg.split, cfg.swap) != (128, 4, 1, cfg.block_m <= 32):
         return f"with programs, block_n must be one of {widths}, block_k 128, warps 4, split 1, swap {cfg.block_m <= 32}, got {cfg}"
-    tiles = row_tiles(cfg, problem.rows) * ceil_div(problem.n, cfg.block_n)
-    steps = tiles * ceil_div(problem.k, 128)
-    if problem.rows > cfg.block_m and cfg.programs > tiles:
-        return f"tiles of {cfg.block_m} of {problem.rows} rows must each fall to one program: at most {tiles} programs, got {cfg.programs}"
+    steps = ceil_div(problem.n, cfg.block_n) * ceil_div(problem.k, 128)
     if not 2 <= cfg.stages <= 16 or not 1 <= cfg.programs <= min(steps, 16 * arch.sms) or steps * cfg.programs >= 2**31:
         return f"stages must be between 2 and 16, programs between 1 and {min(steps, 16 * arch.sms)}, got {cfg.stages} and {cfg.programs}"
     if cfg.stages % 2 and not cfg.by_rows:
         return f"stages must be even where two warpgroups take turns, got {cfg.stages}"
-    parts = most_parts(cfg, problem.n, problem.k, problem.rows)
-    if cfg.block_n % 32 and parts > 1:
+    if cfg.block_n % 32 and most_parts(cfg, problem.n, problem.k) > 1:
         return f"tiles of {cfg.block_n} columns must each fall to one program"
-    if parts > MAX_SPLIT + 1:
+    if most_parts(cfg, problem.n, problem.k) > MAX_SPLIT + 1:
         return f"{cfg.programs} programs cut a tile into more than {MAX_SPLIT} parts"
     return None
 
@@ -161,10 +151,10 @@ def fits_twice(cfg: DenseGemmConfig) -> bool:
     return small and ring <= 112 * 1024
 
 
-def most_parts(cfg: DenseGemmConfig, n: int, k: int, rows: int = 0) -> int:
-    """Most programs that share one tile of the Gluon kernel; 1 where each tile falls to one, as all do where `rows` need two row tiles."""
+def most_parts(cfg: DenseGemmConfig, n: int, k: int) -> int:
+    """Most programs that share one tile of the Gluon kernel; 1 where each tile falls to one."""
     tiles, steps = ceil_div(n, cfg.block_n), ceil_div(k, 128)
-    if tiles % cfg.programs == 0 or row_tiles(cfg, rows) > 1:
+    if tiles % cfg.programs == 0:
         return 1
     return ceil_div(steps - 1, tiles * steps // cfg.programs) + 1
 
@@ -172,7 +162,7 @@ def most_parts(cfg: DenseGemmConfig, n: int, k: int, rows: int = 0) -> int:
 def part_bytes(cfg: DenseGemmConfig, rows: int, n: int, k: int) -> int:
     """Bytes of the fp32 partial sums of one product."""
     if cfg.programs:
-        return 8 * cfg.programs * cfg.block_m * cfg.block_n if most_parts(cfg, n, k, rows) > 1 else 0
+        return 8 * cfg.programs * cfg.block_m * cfg.block_n if most_parts(cfg, n, k) > 1 else 0
     return 4 * cfg.split * rows * n if cfg.split > 1 else 0
 
 
@@ -314,15 +304,15 @@ def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfi
     out: dict[DenseGemmConfig, None] = {}
     if problem.rows > 128 or problem.n == 0 or not arch.has_wgmma:
         return []
-    bucket = max(16, 1 << (problem.rows - 1).bit_length())
-    for block_m, block_n in [(t, width) for t in ((bucket, 64) if bucket == 128 else (bucket,)) for width in STREAM_WIDTHS[t]]:
-        tiles, steps = bucket // block_m * ceil_div(problem.n, block_n), ceil_div(problem.k, 128)
+    block_m = max(16, 1 << (problem.rows - 1).bit_length())
+    for block_n in STREAM_WIDTHS[block_m]:
+        tiles, steps = ceil_div(problem.n, block_n), ceil_div(problem.k, 128)
         for per_sm in (1, 2) if block_m <= 32 else (1,):
             probe = [DenseGemmConfig(block_m, block_n, 128, 4, d, 1, block_m <= 32, 1) for d in (0, 1)]
             fixed, one = (shared_bytes(c, problem) for c in probe)
             stages = min(16 if block_m >= 64 else 12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
             stages -= stages % 2 if not probe[0].by_rows else 0
-            most = min(per_sm * arch.sms, tiles * (steps if block_m == bucket else 1))  # two row tiles are not cut
+            most = min(per_sm * arch.sms, tiles * steps)
             rounds = ceil_div(tiles, most) if block_m >= 64 and most else 1
             counts = {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, rounds + i) for i in (0, 1, 2)}
             # parts of unequal length cost more than they even out where a part has many rows
@@ -364,17 +354,15 @@ def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> flo
     """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs.
 
     Fitted to 82 configs of 18 problems with MN-major scales (H200, Triton 3.6, 2026-11-30, results/nvidia_h200/dense_sweep.json): the choice is
-    0.3% above the best on the geometric mean, 4% at worst. Two row tiles were not among them: their L2 term is an estimate.
+    0.3% above the best on the geometric mean, 4% at worst.
     """
-    on_rows = row_tiles(cfg, problem.rows)
-    tiles, steps = on_rows * ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
-    cut = most_parts(cfg, problem.n, problem.k, problem.rows) > 1
+    tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
+    cut = most_parts(cfg, problem.n, problem.k) > 1
     rounds = 1 if cut else ceil_div(tiles, cfg.programs)
     each = tiles * steps / cfg.programs if cut else rounds * steps
     program = 0.067 + 0.00078 * cfg.block_n if cfg.block_m == 64 else 0.081 + 0.002 * cfg.block_n
-    memory = cfg.programs * cfg.block_n * 128 / (34.7e3 * arch.sms) / on_rows
-    l2 = cfg.programs * (cfg.block_m + cfg.block_n) * 128 / (114e3 * arch.sms) if on_rows > 1 else 0.0
-    time = 3.8 + each * (max(program, memory, l2) + 0.323 * min(program, memory)) + 1.1 * rounds * cfg.block_m * cfg.block_n / 8192
+    memory = cfg.programs * cfg.block_n * 128 / (34.7e3 * arch.sms)
+    time = 3.8 + each * (max(program, memory) + 0.323 * min(program, memory)) + 1.1 * rounds * cfg.block_m * cfg.block_n / 8192
     if cut:
         time += 0.8 + (cfg.programs + tiles) * cfg.block_m * cfg.block_n * 8 / (115e3 * arch.sms)
         if cfg.block_n >= 64 and cfg.programs > 0.95 * arch.sms:  # the second launch finds no SM to start on
@@ -391,8 +379,12 @@ def search_space(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]
     for bm in (16, 32, 64, 128):
         if bm > 16 and bm >= 2 * problem.rows:
             continue
-        for bn, warps, stages, split, swap in itertools.product((64, 128), (4, 8), (2, 3, 4, 5, 6), splits, (True, False)):
-            cfg = DenseGemmConfig(bm, bn, block_k, warps, stages, split, swap)
-            if (swap or bm >= 64) and is_legal(cfg, problem, arch) is None:
-                out.append(cfg)
+        for bn in (64, 128):
+            for warps in (4, 8):
+                for stages in (2, 3, 4, 5, 6):
+                    for split in splits:
+                        for swap in (True, False):
+                            cfg = DenseGemmConfig(bm, bn, block_k, warps, stages, split, swap)
+                            if (swap or bm >= 64) and is_legal(cfg, problem, arch) is None:
+                                out.append(cfg)
     return out

@@ -12,7 +12,6 @@ All steps of all tiles (a step is 128 of K for one tile) form one line, which th
                     Up to 32 rows the weights are the instruction's M operand, above them the rows, 64 at a time.
 
 A tile's columns are one box of weights or two, a and b, so that the tiles come out just below the number of SMs.
-More than 64 rows may be two row tiles of 64: whole tiles, the two of the same weights side by side, so that one of them finds these in the L2.
 """
 
 import torch
@@ -25,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.core.formats import as_e4m3
 from moe_ops.core.launch import launch
 from moe_ops.gemm.dense_config import TURNS_WIDTH as _TURNS_WIDTH
-from moe_ops.gemm.dense_config import DenseGemmConfig, boxes, fits_twice, row_tiles
+from moe_ops.gemm.dense_config import DenseGemmConfig, boxes, fits_twice
 from moe_ops.gemm.dense_kernel import add_parts
 from moe_ops.gemm.gluon_compat import cp_async, gdc_launch_dependents, gdc_wait, thread_barrier, tma_load
 
@@ -33,48 +32,35 @@ TURNS_WIDTH = gl.constexpr(_TURNS_WIDTH)
 
 
 @gluon.jit
-def _share(TILES: gl.constexpr, KB: gl.constexpr, R: gl.constexpr, WHOLE: gl.constexpr):
-    """First and last step (exclusive) of this program: places on the line or, with R row tiles, in what belongs to this program."""
+def _share(TILES: gl.constexpr, KB: gl.constexpr, WHOLE: gl.constexpr):
+    """First and last step (exclusive) of this program."""
     p = gl.program_id(0)
     programs = gl.num_programs(0)
-    if R > 1:
-        gl.static_assert(WHOLE)
-        return 0, (TILES * R - p + programs - 1) // programs * KB
     if WHOLE:
         return p * TILES // programs * KB, (p + 1) * TILES // programs * KB
     return p * (TILES * KB) // programs, (p + 1) * (TILES * KB) // programs
 
 
 @gluon.jit
-def _in_rounds(i):
-    """This program's i-th tile, counted with the row tile fastest: the programs take a round at a time, so that neighbours share weights.
-
-    Where there is one row tile nothing is called in its place: debug labels alone change what ptxas makes of the same instructions.
-    """
-    return gl.program_id(0) + i * gl.num_programs(0)
-
-
-@gluon.jit
-def _ask(wa_desc, wb_desc, s, bar, wa_buf, wb_buf, KB: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, R: gl.constexpr):
+def _ask(wa_desc, wb_desc, s, bar, wa_buf, wb_buf, KB: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr):
     """Expect all bytes that TMA brings for step s, and ask for the weights."""
     mbarrier.expect(bar, (WA + WB + T) * 128)
-    n0 = (_in_rounds(s // KB) if R > 1 else s // KB) // R * (WA + WB)
-    tma_load(wa_desc, [n0, s % KB * 128], bar, wa_buf)
+    tma_load(wa_desc, [s // KB * (WA + WB), s % KB * 128], bar, wa_buf)
     if WB > 0:
-        tma_load(wb_desc, [n0 + WA, s % KB * 128], bar, wb_buf)
+        tma_load(wb_desc, [s // KB * (WA + WB) + WA, s % KB * 128], bar, wb_buf)
 
 
 @gluon.jit
 def _producer(
     a_desc, wa_desc, wb_desc, wa_bufs, wb_bufs, a_bufs, full, empty,
-    KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    start, end = _share(TILES, KB, R, WHOLE)
+    start, end = _share(TILES, KB, WHOLE)
     if PDL and EARLY:
         for i in gl.static_range(STAGES):
             if start + i < end:
-                _ask(wa_desc, wb_desc, start + i, full.index(i), wa_bufs.index(i), wb_bufs.index(i if WB > 0 else 0), KB, WA, WB, T, R)
+                _ask(wa_desc, wb_desc, start + i, full.index(i), wa_bufs.index(i), wb_bufs.index(i if WB > 0 else 0), KB, WA, WB, T)
     if PDL:
         gdc_wait()
     for s in range(start, end):
@@ -83,33 +69,31 @@ def _producer(
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
         if not (PDL and EARLY) or it >= STAGES:
-            _ask(wa_desc, wb_desc, s, bar, wa_bufs.index(slot), wb_bufs.index(slot if WB > 0 else 0), KB, WA, WB, T, R)
-        tma_load(a_desc, [_in_rounds(s // KB) % R * T if R > 1 else 0, s % KB * 128], bar, a_bufs.index(slot))
+            _ask(wa_desc, wb_desc, s, bar, wa_bufs.index(slot), wb_bufs.index(slot if WB > 0 else 0), KB, WA, WB, T)
+        tma_load(a_desc, [0, s % KB * 128], bar, a_bufs.index(slot))
 
 
 @gluon.jit
 def _scale_producer(
     sa_ptr, sw_ptr, rows, stride_sam, stride_sak, sa_bufs, sw_bufs, full, empty,
-    N: gl.constexpr, KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, R: gl.constexpr,
-    STAGES: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
+    WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Row-major scales lie a row's length apart: a warp of their own asks for them, so that the boxes need not wait."""
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     word = gl.arange(0, 4, flat)
     sa = sa_ptr + gl.minimum(gl.arange(0, T, flat), rows - 1).to(gl.int64) * stride_sam
-    start, end = _share(TILES, KB, R, WHOLE)
+    start, end = _share(TILES, KB, WHOLE)
     if PDL:
         gdc_wait()
     for s in range(start, end):
         it = s - start
         slot = it % STAGES
         kb = s % KB
-        if R > 1:
-            sa = sa_ptr + gl.minimum(_in_rounds(s // KB) % R * T + gl.arange(0, T, flat), rows - 1).to(gl.int64) * stride_sam
         mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
         cp_async(sa_bufs.index(slot), sa + kb.to(gl.int64) * stride_sak)
         # the scale of the tile's beginning, the next one, and that of box b
-        n0 = (_in_rounds(s // KB) if R > 1 else s // KB) // R * (WA + WB)
+        n0 = s // KB * (WA + WB)
         scale_row = gl.minimum(gl.where(word == 2, (n0 + WA) // 128, n0 // 128 + word), (N + 127) // 128 - 1)
         cp_async(sw_bufs.index(slot), sw_ptr + scale_row.to(gl.int64) * KB + kb)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
@@ -221,15 +205,15 @@ def _products(
 
 @gluon.jit
 def _finish(
-    acc, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, slot, r0, n0, rows, stride_rm, stride_om,
+    acc, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, slot, n0, rows, stride_rm, stride_om,
     N: gl.constexpr, W: gl.constexpr, T: gl.constexpr, R0: gl.constexpr, W0: gl.constexpr, SWAP: gl.constexpr,
 ):  # fmt: skip
-    """Store a tile's corner (rows r0 + R0 .., columns n0 + W0 ..): finished to `out`, or as it is to a slot of (T, W), where r0 is 0."""
+    """Store a tile's corner (rows R0 .., columns n0 + W0 ..): finished to `out`, or as it is to a slot of (T, W)."""
     lay: gl.constexpr = acc.type.layout
     # in the instruction's own layout: what it takes to write whole lines would cost slots of the ring
     first = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, lay)), 1)
     second = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, lay)), 0)
-    r = r0 + R0 + (second if SWAP else first)
+    r = R0 + (second if SWAP else first)
     c = W0 + (first if SWAP else second)
     n = n0 + c
     ok = (r < rows) & (n < N)
@@ -247,8 +231,8 @@ def _finish(
 def _consumer(
     WG: gl.constexpr, bias_ptr, residual_ptr, out_ptr, part_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, sums_a, sums_b, full, empty,
     sums_full, sums_empty, rows, stride_rm, stride_om, zero,
-    N: gl.constexpr, KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, R: gl.constexpr,
-    STAGES: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
+    WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     SWAP: gl.constexpr = T <= 32
     W: gl.constexpr = WA + WB
@@ -262,14 +246,12 @@ def _consumer(
         gdc_wait()
         if WG == 0:
             gdc_launch_dependents()
-    start, end = _share(TILES, KB, R, WHOLE)
+    start, end = _share(TILES, KB, WHOLE)
     s = start
     j = 0
     while s < end:
         kb = s % KB
-        tile = _in_rounds(s // KB) if R > 1 else s // KB
-        n0 = tile // R * W
-        r0 = tile % R * T
+        n0 = s // KB * W
         steps = gl.minimum(KB - kb, end - s)
         skip = 0 if BY_ROWS else (s - start + WG) % 2
         acc_a, acc_b, acc_c, acc_d = _products(
@@ -302,13 +284,13 @@ def _consumer(
         if BY_ROWS or WG == 0:
             whole = steps == KB
             part = 2 * gl.program_id(0) + (kb == 0).to(gl.int32)
-            _finish(acc_a, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, r0, n0, rows, stride_rm, stride_om, N, W, T, A0, 0, SWAP)
+            _finish(acc_a, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, A0, 0, SWAP)
             if WB > 0:
-                _finish(acc_b, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, r0, n0, rows, stride_rm, stride_om, N, W, T, A0, WA, SWAP)
+                _finish(acc_b, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, A0, WA, SWAP)
             if BOTH:
-                _finish(acc_c, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, r0, n0, rows, stride_rm, stride_om, N, W, T, 64, 0, SWAP)
+                _finish(acc_c, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, 64, 0, SWAP)
                 if WB > 0:
-                    _finish(acc_d, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, r0, n0, rows, stride_rm, stride_om, N, W, T, 64, WA, SWAP)
+                    _finish(acc_d, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, 64, WA, SWAP)
         s += steps
         j += 1
 
@@ -317,12 +299,11 @@ def _consumer(
 def _dense_stream_kernel(
     a_desc, sa_ptr, wa_desc, wb_desc, sw_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr,
     rows, stride_sam, stride_sak, stride_rm, stride_om, zero,
-    N: gl.constexpr, K: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr, EARLY: gl.constexpr, REGS: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    EARLY: gl.constexpr, REGS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`part_ptr`: fp32 (2 * programs, T, WA + WB), or None where every tile falls to one program. `zero` is 0: wgmma overwrites in place."""
     KB: gl.constexpr = (K + 127) // 128
-    gl.static_assert(R == 1 or T == 64)
     TILES: gl.constexpr = (N + WA + WB - 1) // (WA + WB)
     BY_ROWS: gl.constexpr = T == 128 and WA + WB > TURNS_WIDTH
     SUMS_A: gl.constexpr = [1, 1, 4] if BY_ROWS else ([1, WA, T] if T <= 32 else [T // 64, 64, WA])
@@ -349,12 +330,12 @@ def _dense_stream_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, bias_ptr, residual_ptr, out_ptr, part_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, sums_a, sums_b, full, empty,
-                         sums_full, sums_empty, rows, stride_rm, stride_om, zero, N, KB, TILES, WA, WB, T, R, STAGES, WHOLE, PDL)),
+                         sums_full, sums_empty, rows, stride_rm, stride_om, zero, N, KB, TILES, WA, WB, T, STAGES, WHOLE, PDL)),
             (_consumer, (1, bias_ptr, residual_ptr, out_ptr, part_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, sums_a, sums_b, full, empty,
-                         sums_full, sums_empty, rows, stride_rm, stride_om, zero, N, KB, TILES, WA, WB, T, R, STAGES, WHOLE, PDL)),
-            (_producer, (a_desc, wa_desc, wb_desc, wa_bufs, wb_bufs, a_bufs, full, empty, KB, TILES, WA, WB, T, R, STAGES, WHOLE, EARLY, PDL)),
+                         sums_full, sums_empty, rows, stride_rm, stride_om, zero, N, KB, TILES, WA, WB, T, STAGES, WHOLE, PDL)),
+            (_producer, (a_desc, wa_desc, wb_desc, wa_bufs, wb_bufs, a_bufs, full, empty, KB, TILES, WA, WB, T, STAGES, WHOLE, EARLY, PDL)),
             (_scale_producer, (sa_ptr, sw_ptr, rows, stride_sam, stride_sak, sa_bufs, sw_bufs, full, empty,
-                               N, KB, TILES, WA, WB, T, R, STAGES, WHOLE, PDL)),
+                               N, KB, TILES, WA, WB, T, STAGES, WHOLE, PDL)),
         ],
         [4, 1, 1],
         [REGS, 40, 40],
@@ -371,7 +352,7 @@ def launch_dense_stream(
     """Launch on given buffers; allocates nothing.
 
     Args:
-        a: (M, K) e4m3 bits, rows on 16-byte boundaries; M at most `cfg.block_m`, or twice that where it is 64.
+        a: (M, K) e4m3 bits, rows on 16-byte boundaries; M at most `cfg.block_m`.
         a_scale: (M, K / 128), any strides.
         w: (N, K) contiguous; w_scale: contiguous.
         part: contiguous fp32 of `dense_config.part_bytes`, or None where no tile is cut.
@@ -389,7 +370,7 @@ def launch_dense_stream(
     launch(
         op, _dense_stream_kernel, (cfg.programs,),
         a_desc, a_scale, wa_desc, wb_desc, w_scale, bias, residual, out, part, rows, *a_scale.stride(), stride_rm, out.stride(0), 0,
-        N=n, K=k, WA=first, WB=second, T=tile_t, R=row_tiles(cfg, rows), STAGES=cfg.stages, WHOLE=part is None, EARLY=early,
+        N=n, K=k, WA=first, WB=second, T=tile_t, STAGES=cfg.stages, WHOLE=part is None, EARLY=early,
         REGS=96 if small else 232, num_warps=4, maxnreg=80 if small else 168, enable_fp_fusion=True,
     )  # fmt: skip
     if part is not None:

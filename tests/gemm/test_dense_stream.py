@@ -7,18 +7,7 @@ import pytest
 import torch
 
 from moe_ops.core.arch import arch_of_capability
-from moe_ops.gemm.dense_config import (
-    WIDE_WIDTHS,
-    DenseGemmConfig,
-    DenseGemmProblem,
-    heuristic,
-    is_legal,
-    most_parts,
-    part_bytes,
-    row_tiles,
-    search_space,
-    stream_configs,
-)
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, most_parts, part_bytes, stream_configs
 from moe_ops.gemm.dense_kernel import add_parts
 
 HOPPER = replace(arch_of_capability(90), sms=132)
@@ -87,13 +76,6 @@ def test_parts_are_added_in_the_order_of_k(tile, programs, device):
         ({"programs": 10**6}, {}, "programs between 1 and"),
         ({"split": 2}, {}, "split 1"),
         ({"stages": 10}, {}, "shared memory"),
-        ({}, {"rows": 65}, None),  # ten tiles: three programs take two
-        ({"programs": 10}, {"rows": 128}, None),
-        ({"programs": 11}, {"rows": 128}, "at most 10 programs"),
-        ({"programs": 11}, {"rows": 64}, None),
-        ({}, {"rows": 129}, "hold all 129 rows"),
-        ({"block_n": 72}, {"rows": 100}, None),
-        ({"stages": 5}, {"rows": 100}, "must be even"),
         ({}, {"fmt": "mxfp8"}, "fp8_block operands"),
         ({}, {"aligned": False}, "16-byte boundaries"),
         ({}, {"fused": True}, "quantized fp8_block operands"),
@@ -124,22 +106,3 @@ def test_choice(n, k):
     assert not stream_configs(replace(problem, n=0, rows=3), HOPPER) and not heuristic(replace(problem, n=0, rows=0), HOPPER).programs
     assert heuristic(replace(problem, rows=17), HOPPER) == heuristic(replace(problem, rows=32), HOPPER)
     assert all(is_legal(c, replace(problem, rows=64), HOPPER) is None for c in stream_configs(replace(problem, rows=64), HOPPER))
-
-
-@pytest.mark.parametrize("n,k", [(4096, 8192), (18432, 7168), (9216, 4096), (576, 7168), (129280, 7168), (64, 128)])
-def test_two_row_tiles_are_offered_for_more_than_64_rows(n, k):
-    """Of every width, the same for all of an octave; never cut, so they need no memory for parts, and each program has a tile."""
-    problem = DenseGemmProblem(128, 1, n, k, "fp8_block", aligned=True)
-    found = [c for c in stream_configs(problem, HOPPER) if c.block_m == 64]
-    assert {c.block_n for c in found} == set(WIDE_WIDTHS)
-    for c in found:
-        assert c.stages % 2 == 0 and c.programs <= min(132, 2 * -(-n // c.block_n))
-        for rows in (65, 96, 128):
-            assert row_tiles(c, rows) == 2 and is_legal(c, replace(problem, rows=rows), HOPPER) is None
-            assert most_parts(c, n, k, rows) == 1 and part_bytes(c, rows, n, k) == 0
-        assert row_tiles(c, 64) == 1 and is_legal(c, replace(problem, rows=129), HOPPER) is not None
-    one_round = [c for c in found if 2 * -(-n // c.block_n) <= 132]
-    assert {c.block_n for c in one_round if c.programs == 2 * -(-n // c.block_n)} == {c.block_n for c in one_round}
-    assert stream_configs(replace(problem, rows=65), HOPPER) == stream_configs(problem, HOPPER)
-    assert set(found) <= set(search_space(problem, HOPPER))
-    assert not [c for c in stream_configs(replace(problem, rows=64), HOPPER) if c.block_m != 64]
