@@ -22,7 +22,7 @@ from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3, ceil_div
 from moe_ops.core.launch import launch
 from moe_ops.gemm.bmm_config import W_SLOTS, hopper_rows, hopper_slots, view_of_heads
-from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, thread_barrier, tma_load, tma_store_wait
+from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, prefetch_l2, thread_barrier, tma_load, tma_store_wait
 from moe_ops.gemm.hopper_epilogue import store_tile
 from moe_ops.gemm.hopper_quantize import quantize_tile
 
@@ -37,7 +37,7 @@ def _share(items):
 
 @gluon.jit
 def _producer(
-    P: gl.constexpr, a_desc, w_desc, tokens, items, head_rows, head_columns, rings,
+    P: gl.constexpr, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings,
     N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     KB: gl.constexpr = K // 128
@@ -45,12 +45,17 @@ def _producer(
     KEPT: gl.constexpr = STEPS <= W_SLOTS
     A_BYTES: gl.constexpr = 64 * 128 * a_desc.dtype.primitive_bitwidth // 8
     a_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
+    m_tiles = (tokens + ROWS - 1) // ROWS
+    start, end = _share(items)
+    if PDL and P == 0:  # the predecessor may have written the weights, but those of the first head may come to the L2 already
+        line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [1], [0]))
+        first = w_ptr + (start // m_tiles).to(gl.int64) * (N * K) + line * 128
+        for part in gl.static_range(N * K // 16384):
+            prefetch_l2(first + part * 16384, (line >= 0) & (start < end))
     if PDL:
         gdc_wait()
     ia = 0
     iw = 0
-    m_tiles = (tokens + ROWS - 1) // ROWS
-    start, end = _share(items)
     before = -1
     for item in range(start, end):
         head = item // m_tiles
@@ -221,7 +226,7 @@ def _item(
 
 @gluon.jit(do_not_specialize=["tokens", "items", "head_rows", "head_columns", "stride_sah", "stride_sam", "stride_sak", "out_rows"])
 def _bmm_hopper_kernel(
-    a_desc, sa_ptr, w_desc, sw_ptr, out_ptr, out_desc, tokens, items, head_rows, head_columns,
+    a_desc, sa_ptr, w_ptr, w_desc, sw_ptr, out_ptr, out_desc, tokens, items, head_rows, head_columns,
     stride_sah, stride_sam, stride_sak, stride_om, out_rows, out_columns,
     N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, BOXED: gl.constexpr,
     PDL: gl.constexpr,
@@ -266,9 +271,9 @@ def _bmm_hopper_kernel(
                 (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (2, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
-                (_producer, (0, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
-                (_producer, (1, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
-                (_producer, (2, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (0, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (1, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (2, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
             ],
             [4, 4, 1, 1, 1],
             [160, 160, 32, 32, 32],
@@ -278,8 +283,8 @@ def _bmm_hopper_kernel(
             [
                 (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
-                (_producer, (0, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
-                (_producer, (1, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (0, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (1, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
             ],
             [4, 1, 1],
             [232, 40, 40],
@@ -289,7 +294,7 @@ def _bmm_hopper_kernel(
             [
                 (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
-                (_producer, (0, a_desc, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (0, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
             ],
             [4, 1],
             [232, 40],
@@ -329,7 +334,7 @@ def launch_bmm_hopper(
         out_desc = TensorDescriptor(out, out_shape, out_strides, [64, 128], _BOX16)
     launch(
         "bmm", _bmm_hopper_kernel, (ceil_div(items, ceil_div(items, arch_of(a.device).sms)),),
-        TensorDescriptor(a, shape, strides, [64, 128], bits), a_scale,
+        TensorDescriptor(a, shape, strides, [64, 128], bits), a_scale, w,
         TensorDescriptor(w, [heads * n, k], [k, 1], [128, 128], _BOX), w_scale, out, out_desc,
         tokens, items, head_rows, head_columns, stride_sah, stride_sam, stride_sak, out.stride(0), out_rows, out_columns,
         N=n, K=k, ROWS=rows, RULE=rule, A_SLOTS=hopper_slots(rows, a.element_size(), out.element_size()), W_SLOTS=W_SLOTS, BOXED=out_desc is not None,

@@ -28,9 +28,10 @@ def _triton_plan(p: Problem, where: Where) -> str:
     if kernel == "ring":
         kept = "a head's weights kept in shared memory" if (p.n // 128) * (p.k // 128) <= W_SLOTS else "weights read for each item"
         off = "with operands off the 16-byte grid, or heads that are not at one distance of rows or columns"
-        # which rule quantizes is not known here: that of folded weights has items of its own size
-        rows, folded = (hopper_rows(p.rows, p.k, torch.bfloat16, rule, p.out_dtype) for rule in ("fp32" if p.unquantized else "given", "folded"))
-        items = f"{rows} rows an item" + (f" ({folded} of float16 or for folded weights)" if p.unquantized and folded != rows else "")
+        # which dtype is quantized is not known here: float16 has items of its own size
+        rule = "fp32" if p.unquantized else "given"
+        rows, half = (hopper_rows(p.rows, p.k, dtype, rule, p.out_dtype) for dtype in (torch.bfloat16, torch.float16))
+        items = f"{rows} rows an item" + (f" ({half} of float16)" if half != rows else "")
         return f"Gluon kernel with warp roles, {inside}{items}, {kept}; {off}, Triton kernel, {config}"
     quantizes = "; quantizes inside: bmm has no kernel before it" if p.unquantized else ""
     words = f"{ring_reason(p.fmt, p.groups, p.n, p.k, where.arch)}; {operand_words(config)}"

@@ -23,11 +23,12 @@ def quantizes_inside(rows: int, n: int) -> bool:
 
 
 #: Weight rows of a tile of the Gluon kernel, for each number of activation rows: one box of a power of two or two boxes, so that the tiles of
-#: most projections come out just below the number of SMs (18432 = 128 x 144, 9216 = 128 x 72).
+#: most projections come out just below the number of SMs (18432 = 128 x 144, 9216 = 128 x 72, 24576 = 128 x 192).
 WIDE_WIDTHS = (32, 64, 72, 80, 96, 128, 144)
-STREAM_WIDTHS = {16: (64, 128), 32: (64, 128), 64: WIDE_WIDTHS, 128: WIDE_WIDTHS}
-#: Widest tile of 128 rows that two warpgroups compute in turns along K; wider ones they share by rows.
-TURNS_WIDTH = 80
+STREAM_WIDTHS = {16: (64, 128), 32: (64, 128), 64: WIDE_WIDTHS, 128: (*WIDE_WIDTHS, 192)}
+#: Widest tile of 128 rows that two warpgroups compute in turns along K; wider ones they share by rows. The widest one whose two boxes they multiply
+#: at once.
+TURNS_WIDTH, AT_ONCE_WIDTH = 80, 144
 
 
 def boxes(width: int) -> tuple[int, int]:
@@ -102,8 +103,9 @@ class DenseGemmProblem:
 def shared_bytes(cfg: DenseGemmConfig, problem: DenseGemmProblem) -> int:
     """Shared memory of the operand ring, in bytes."""
     if cfg.programs:
-        sums = 1024 if cfg.by_rows else cfg.block_m * cfg.block_n * 4
-        return cfg.stages * ((cfg.block_m + cfg.block_n) * 128 + cfg.block_m * 4 + 32) + sums
+        # beside the ring: the sums of warpgroups that take turns, and what rows of the output are put together in
+        rest = 4096 if cfg.by_rows else cfg.block_m * cfg.block_n * 4 + (2048 if cfg.block_m >= 64 else 0)
+        return cfg.stages * ((cfg.block_m + cfg.block_n) * 128 + cfg.block_m * 4 + (32 if cfg.block_m <= 32 else 144)) + rest
     size = 2 if problem.fmt == "plain" else 1
     return cfg.stages * (cfg.block_m * (2 if problem.fused else size) + cfg.block_n * size) * cfg.block_k
 
@@ -255,9 +257,10 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
 #: what comes before and after a tile, and the share of it that a tile of at most 64 rows takes: within 17% of nine problems of 256 to 2048 rows
 #: (H200, 2026-11-30, results/nvidia_h200/kernel_variants.json, prefill_stores_and_order).
 ROLES_STEP_US, ROLES_TILE_US, ROLES_TAIL = (0.73, 0.875), 2.0, 0.6
-#: That kernel is asked about from here on, since its tile has 128 rows. With 128 rows: 15.8 us against 17.8 at N x K = 24576 x 1536, 17.7 against
-#: 17.0 at 9216 x 4096, 44.2 against 40.9 at 18432 x 7168 (H200, 2026-11-30, dense_sweep.json).
-ROLES_ROWS = 64
+#: That kernel is asked about from here on, since its tile has 128 rows, and runs where it is estimated at less than this share of the streaming
+#: kernel's time: with 128 rows 15.8 us (estimated 13.8) against 14.0 at N x K = 24576 x 1536, 17.9 against 15.4 at 9216 x 4096, 44.1 to 50.7 against
+#: 39.0 at 18432 x 7168 (H200, 2026-11-30, dense_sweep.json).
+ROLES_ROWS, ROLES_LEAD = 64, 0.85
 #: The plain Triton kernel's time over `estimate_us` at more than 128 rows: 0.52 to 0.63 at M = 2048, N x K = 1536 x 7168, 7168 x 16384 and
 #: 9216 x 4096 (79.6, 591 and 190 us; H200, 2026-11-30).
 PLAIN_SHARE = 0.6
@@ -295,8 +298,8 @@ def roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
     cfg, roles = _heuristic(problem, arch), roles_us(problem, arch)
-    other = stream_us(cfg, problem, arch) if cfg.programs else PLAIN_SHARE * estimate_us(cfg, cfg.split, problem, arch)
-    return None if roles < other else f"the kernel with warp roles has too few tiles: about {roles:.0f} us against {other:.0f}"
+    lead, other = (ROLES_LEAD, stream_us(cfg, problem, arch)) if cfg.programs else (PLAIN_SHARE, estimate_us(cfg, cfg.split, problem, arch))
+    return None if roles < lead * other else f"the kernel with warp roles has too few tiles: about {roles:.0f} us against {other:.0f}"
 
 
 def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]:
@@ -353,8 +356,8 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
 def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> float:
     """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs.
 
-    Fitted to 82 configs of 18 problems with MN-major scales (H200, Triton 3.6, 2026-11-30, results/nvidia_h200/dense_sweep.json): the choice is
-    0.3% above the best on the geometric mean, 4% at worst.
+    Fitted to 82 configs of 18 problems with MN-major scales; start and end since then to 52 of 10 with the stores of today (H200, Triton 3.6,
+    2026-11-30, results/nvidia_h200/dense_sweep.json): the choice is 0.3% above the best on the geometric mean both times, 4% at worst.
     """
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
     cut = most_parts(cfg, problem.n, problem.k) > 1
@@ -362,7 +365,7 @@ def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> flo
     each = tiles * steps / cfg.programs if cut else rounds * steps
     program = 0.067 + 0.00078 * cfg.block_n if cfg.block_m == 64 else 0.081 + 0.002 * cfg.block_n
     memory = cfg.programs * cfg.block_n * 128 / (34.7e3 * arch.sms)
-    time = 3.8 + each * (max(program, memory) + 0.323 * min(program, memory)) + 1.1 * rounds * cfg.block_m * cfg.block_n / 8192
+    time = 3.4 + each * (max(program, memory) + 0.323 * min(program, memory)) + 0.8 * rounds * cfg.block_m * cfg.block_n / 8192
     if cut:
         time += 0.8 + (cfg.programs + tiles) * cfg.block_m * cfg.block_n * 8 / (115e3 * arch.sms)
         if cfg.block_n >= 64 and cfg.programs > 0.95 * arch.sms:  # the second launch finds no SM to start on

@@ -28,6 +28,16 @@ def as_words(buf, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexp
     return words
 
 
+@gluon.constexpr_function
+def wide_rows(width):
+    """The layout of an instruction's (64, width), but with 8 neighbouring columns a thread, 4 of 8, which it gets from threads of its own warp."""
+    columns, rows = [[0, 1 << i] for i in range((width - 1).bit_length())], [[1, 0], [2, 0], [4, 0], [8, 0]]
+    vec = min(3, len(columns) - 1)
+    lanes = (columns[vec:] + rows[3:])[:2]
+    rest = [base for base in columns[vec:] + rows[3:] if base not in lanes]
+    return gl.DistributedLinearLayout(columns[:vec] + rest, lanes + rows[:3], [[16, 0], [32, 0]], [], [64, width])
+
+
 @gluon.jit
 def gdc_wait():
     """Wait for the kernel before this one; see core/pdl.py."""
@@ -38,6 +48,18 @@ def gdc_wait():
 def gdc_launch_dependents():
     """Let the next kernel start."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def prefetch_l2(ptr, ok):
+    """Ask the L2 for the 128 bytes that begin at each of `ptr` where `ok`.
+
+    Allowed before `gdc_wait` whatever the predecessor writes: nobody reads the bytes here, and the L2 keeps them current.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [ptr.to(gl.int64), ok.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from moe_ops.gemm.gluon_compat import thread_barrier, tma_store, tma_store_wait
+from moe_ops.gemm.gluon_compat import thread_barrier, tma_store, tma_store_wait, wide_rows
 
 
 def kind_of(act_kind: str, alpha: float, limit: float, up_offset: float) -> str:
@@ -129,9 +129,10 @@ def refold(q, byte, top, BN: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def store(out_ptr, x, row0, r0, rows, col, stride, BN: gl.constexpr, VEC: gl.constexpr):
-    """Rows r0 .. r0 + 64 of a tile, coalesced: VEC elements a thread."""
-    lay: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BN // VEC), BN // VEC], [4, 1], [1, 0])
+def store(out_ptr, x, row0, r0, rows, col, stride, BN: gl.constexpr, VEC: gl.constexpr, AS_IS: gl.constexpr = False):
+    """Rows r0 .. r0 + 64 of a tile, coalesced: VEC elements a thread, which exchange them unless x is AS_IS."""
+    blocked: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BN // VEC), BN // VEC], [4, 1], [1, 0])
+    lay: gl.constexpr = x.type.layout if AS_IS else wide_rows(BN) if VEC == 8 else blocked
     r = r0 + gl.arange(0, 64, gl.SliceLayout(1, lay))
     c = gl.arange(0, BN, gl.SliceLayout(0, lay))
     out = out_ptr + (row0 + r).to(gl.int64)[:, None] * stride + (col + c)[None, :]
@@ -156,6 +157,6 @@ def store_tile(
             tma_store(desc, [row0 + r0, col], stage)
         else:
             lay: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BN // VEC), BN // VEC], [4, 1], [1, 0])
-            store(out_ptr, stage.load(lay), row0, r0, rows, col, stride, BN, VEC)
+            store(out_ptr, stage.load(lay), row0, r0, rows, col, stride, BN, VEC, True)
     else:
         store(out_ptr, x, row0, r0, rows, col, stride, BN, VEC)

@@ -69,4 +69,9 @@ EXPECT = {
     },
 }
 ONLY = {"_bmm_few_kernel": (90,), "_bmm_hopper_kernel": (90,)}
-SPILLS = {"_bmm_hopper_kernel": (4, "Triton 3.9: three warpgroups whose results TMA cannot store")}
+SPILLS = {
+    "_bmm_hopper_kernel": (
+        16,
+        "three warpgroups that quantize for folded weights, outside of the steps; Triton 3.9: those whose results TMA cannot store",
+    )
+}

@@ -251,7 +251,8 @@ def test_which_gluon_kernel():
         (65, 128, torch.bfloat16, "fp32", torch.bfloat16, 128),
         (512, 1024, torch.bfloat16, "fp32", torch.bfloat16, 128),
         (512, 256, torch.bfloat16, "fp32", torch.bfloat16, 128),
-        (512, 512, torch.bfloat16, "folded", torch.bfloat16, 128),
+        (512, 512, torch.bfloat16, "folded", torch.bfloat16, 192),
+        (512, 512, torch.float16, "folded", torch.bfloat16, 128),
         (128, 512, torch.uint8, "given", torch.bfloat16, 128),
         (129, 512, torch.uint8, "given", torch.bfloat16, 192),
         (129, 512, torch.uint8, "given", torch.float32, 128),
@@ -266,8 +267,8 @@ def test_rows_and_slots_of_the_gluon_kernel(tokens, k, dtype, rule, out_dtype, r
     assert slots >= 2 and used <= arch_of_capability(90).smem
     unquantized = rule != "given"
     plan = explain("bmm", rows=tokens, n=128, k=k, groups=8, device="sm90", unquantized=unquantized, out_dtype=out_dtype)["triton"].plan
-    if rule == "folded" or dtype == torch.float16:
-        assert f"192 rows an item ({rows} of float16 or for folded weights)" in plan
+    if dtype == torch.float16:
+        assert f"192 rows an item ({rows} of float16)" in plan
     else:
         assert f"{rows} rows an item" in plan
 
