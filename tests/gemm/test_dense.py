@@ -339,7 +339,8 @@ def test_choice_of_the_kernel_with_warp_roles(k):
         return roles_reason(DenseGemmProblem(rows, 1, n, k, fmt, **{"aligned": True, **more}), arch) is None
 
     assert takes(8192) and takes(2048) and not takes(64, n=24576) and not takes(128, n=4096) and not takes(256, n=256, k=16384)
-    assert takes(128, n=24576, k=1536) and not takes(64, n=24576, k=1536) and not takes(128, n=18432, k=7168) and takes(129, n=18432, k=7168)
+    assert takes(128, n=129280, k=7168) and not takes(64, n=129280, k=7168) and not takes(128, n=24576, k=1536)
+    assert not takes(128, n=18432, k=7168) and takes(129, n=18432, k=7168)
     assert not takes(2048, n=7168 + 128) and not takes(2048, k=k + 16) and not takes(2048, fmt="mxfp8") and not takes(2048, fused=True)
     assert not takes(2048, aligned=False) and not takes(2048, arch=arch_of_capability(100)) and not takes(2**27) and not takes(2048, n=0)
     for n in (256, 1536, 9216):
