@@ -50,7 +50,7 @@ def _producer(
     if PDL and P == 0:  # the predecessor may have written the weights, but those of the first head may come to the L2 already
         line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [1], [0]))
         first = w_ptr + (start // m_tiles).to(gl.int64) * (N * K) + line * 128
-        for part in gl.static_range(N * K // 16384):
+        for part in gl.static_range(STEPS if KEPT else W_SLOTS):
             prefetch_l2(first + part * 16384, (line >= 0) & (start < end))
     if PDL:
         gdc_wait()

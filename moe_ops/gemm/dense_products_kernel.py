@@ -4,17 +4,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from moe_ops.gemm import dense_config
+
+spans = gluon.constexpr_function(dense_config.spans)
+
 
 @gluon.jit
 def _pin(x):
     """Keep ptxas from giving several products temporaries of their own (see grouped_hopper.py)."""
     return gl.inline_asm_elementwise("// pin $0", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def spans(first, second):
-    """Whether the first box of a tile of two widths can lie in two blocks of 128 columns, with a border at a multiple of 8."""
-    return 128 % (first + second) != 0 and (first + second) % 128 != 0
 
 
 @gluon.jit
@@ -41,7 +39,7 @@ def products(
     take an old phase of its barrier for the new one.
     """
     SWAP: gl.constexpr = T <= 32
-    SPANS: gl.constexpr = spans(WA, WB)
+    SPANS: gl.constexpr = spans(WA + WB)
     GROUPS: gl.constexpr = WA // 8
     BOTH: gl.constexpr = T == 128 and TURN == 2
     SHAPE_A: gl.constexpr = [WA, T] if SWAP else [64, WA]

@@ -11,8 +11,8 @@ All steps of all tiles (a step is 128 of K for one tile) form one line, which th
                     and add their sums in shared memory; a wide tile of 128 rows they share by rows instead.
                     Up to 32 rows the weights are the instruction's M operand, above them the rows, 64 at a time.
 
-A tile's columns are one box of weights or two, a and b, so that the tiles come out just below the number of SMs. Rows of 16-bit results are put
-together within a warp, 16 bytes a thread.
+A tile's columns are one box of weights or two, a and b, so that the tiles come out just below the number of SMs. Above 32 rows, 16-bit results are
+put together within a warp, 16 bytes a thread.
 """
 
 import torch
@@ -84,7 +84,7 @@ def _scale_producer(
 ):  # fmt: skip
     """Row-major scales lie a row's length apart: a warp of their own asks for them, so that the boxes need not wait."""
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    SPANS: gl.constexpr = spans(WA, WB)
+    SPANS: gl.constexpr = spans(WA + WB)
     word = gl.arange(0, 32 if SPANS else 4, flat)  # a box that spans blocks: a scale for each 8 of its columns, then that of box b
     sa = sa_ptr + gl.minimum(gl.arange(0, T, flat), rows - 1).to(gl.int64) * stride_sam
     start, end = _share(TILES, KB, WHOLE)
@@ -126,7 +126,7 @@ def _finish(
         if residual_ptr is not None:
             acc += gl.load(residual_ptr + r.to(gl.int64) * stride_rm + n, mask=ok, other=0.0).to(gl.float32)
         y = acc.to(out_ptr.dtype.element_ty)
-        if out_ptr.dtype.element_ty.primitive_bitwidth == 16 and not SWAP:  # 16 bytes a thread instead of 4
+        if out_ptr.dtype.element_ty.primitive_bitwidth == 16 and not SWAP and N % 8 == 0:  # 16 bytes a thread instead of 4
             y = gl.convert_layout(y, wide_rows(y.shape[1]))
         yr, yc = _places(y, R0, W0, SWAP)
         gl.store(out_ptr + yr.to(gl.int64) * stride_om + (n0 + yc), y, mask=(yr < rows) & (n0 + yc < N))
@@ -232,7 +232,7 @@ def _dense_stream_kernel(
     wb_bufs = gl.allocate_shared_memory(gl.float8e4nv, B_BUFS, smem if WB > 0 else gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, T, 128], smem)
     sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, T], flat)
-    sw_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 32 if spans(WA, WB) else 4], flat)
+    sw_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 32 if spans(WA + WB) else 4], flat)
     sums_a = gl.allocate_shared_memory(gl.float32, SUMS_A, gl.SwizzledSharedLayout(4, 1, 8 if SUMS_A[2] >= 32 else 1, order=[1, 0]))
     sums_b = gl.allocate_shared_memory(gl.float32, SUMS_B, gl.SwizzledSharedLayout(4, 1, 8 if SUMS_B[2] >= 32 else 1, order=[1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -66,7 +66,7 @@ COMPILE_CASES += [
     (f"dense stream {bm}x{bn} programs={programs}", _stream(bm, bn, stages, programs), (90,))
     for bm, bn, stages in (
         *((16, 64, 10), (16, 128, 4), (32, 128, 10), (64, 32, 16), (64, 72, 10), (64, 144, 6)),
-        *((128, 80, 6), (128, 96, 7), (128, 144, 6)),
+        *((128, 80, 6), (128, 192, 5), (128, 144, 6)),
     )
     for programs in ((1, 5) if bn % 32 == 0 else (4,))
 ]

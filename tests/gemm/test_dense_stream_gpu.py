@@ -52,9 +52,10 @@ def test_every_tile_and_cut(tile, programs):
         out = run(args, cfg, bias, residual)
         assert relative_error(out, dense_gemm_ref(*args, bias, residual, "fp8_block", "given", torch.float32)) <= 5e-4, (m, n, k)
         assert torch.equal(out, run(args, cfg, bias, residual))
-        if m == 1:  # bf16, nothing added
-            low = run(args, cfg, dtype=torch.bfloat16)
-            assert relative_error(low, dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)) <= 3e-3
+        # 16-bit results leave in another layout, with what is added or without
+        for more in ((None, None), (bias, residual)):
+            low = run(args, cfg, *more, dtype=torch.bfloat16)
+            assert relative_error(low, dense_gemm_ref(*args, *more, "fp8_block", "given", torch.float32)) <= 3e-3, (m, n, k)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
