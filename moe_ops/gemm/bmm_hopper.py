@@ -136,8 +136,8 @@ def _consumer(
 def _free(bar):
     """Give a slot back that was read into registers.
 
-    ptxas moves the barrier up behind the last load, as plain stores allow: a box written by TMA can overtake the loads of other warps that wait
-    behind stores (one wrong result in 2937 tests without the fence; H200, 2026-12-01, Triton 3.6).
+    ptxas moves the barrier up behind the last load, which plain stores allow: a box written by TMA could overtake loads of other warps. Most likely
+    the cause of one wrong result in 2937 tests without the fence (H200, 2026-12-01, Triton 3.6).
     """
     fence_async_shared()
     mbarrier.arrive(bar)
