@@ -29,7 +29,7 @@ def as_words(buf, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexp
 
 
 @gluon.constexpr_function
-def wide_rows(width):
+def wide_rows(width: int) -> gl.DistributedLinearLayout:
     """The layout of an instruction's (64, width), but with 8 neighbouring columns a thread, 4 of 8, which it gets from threads of its own warp."""
     columns, rows = [[0, 1 << i] for i in range((width - 1).bit_length())], [[1, 0], [2, 0], [4, 0], [8, 0]]
     vec = min(3, len(columns) - 1)

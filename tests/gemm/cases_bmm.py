@@ -59,9 +59,14 @@ COMPILE_CASES += [
     (f"bmm tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k), (90,))
     for tokens, n, k in ((20, 128, 128), (300, 128, 128), (40, 128, 2048), (300, 1024, 128))
 ]
+# a kernel that quantizes gives a slot back behind a fence: TMA could overtake loads of other warps
+FREED = (
+    r"(?s)\A(?!.*satfinite\.e4m3x2)|fence\.proxy\.async\.shared::cta;(\s|//[^\n]*|\.loc[^\n]*)*"
+    r"bar\.sync[^;]*;(\s|//[^\n]*|\.loc[^\n]*)*@%p\d+ mbarrier\.arrive"
+)
 EXPECT = {
     "_bmm_few_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"]},
-    "_bmm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", "setmaxnreg"]},
+    "_bmm_hopper_kernel": {90: [r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", "setmaxnreg", FREED]},
     "_dense_gemm_kernel": {
         90: [r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(32\.f32\.e4m3\.e4m3|16\.f32\.bf16\.bf16)"],
         100: [r"tcgen05\.mma\.cta_group::1\.kind::(mxf8f6f4\.block_scale|f8f6f4|f16)"],
