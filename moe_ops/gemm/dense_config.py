@@ -361,7 +361,7 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
 def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> float:
     """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs.
 
-    Fitted to 82 configs of 18 problems with MN-major scales; start and end since then to 52 of 10 with the stores of today (H200, Triton 3.6,
+    Fitted to 82 configs of 18 problems with MN-major scales; start and end since then to 49 of 10 with the stores of today (H200, Triton 3.6,
     2026-11-30, results/nvidia_h200/dense_sweep.json): the choice is 0.3% above the best on the geometric mean both times, 4% at worst.
     """
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
