@@ -63,7 +63,7 @@ def hopper_slots(rows: int, a_bytes: int, out_bytes: int) -> int:
     """Slots of each ring of activations: beyond 64 rows as many as fit beside the weights, the results on their way out and the barriers."""
     if rows == 64:
         return A_SLOTS
-    return (227 * 1024 - 2048 - W_SLOTS * 16384 - rows * 128 * out_bytes) // (rows * 128 * a_bytes)
+    return (227 * 1024 - 2048 - W_SLOTS * 16384 - rows * 128 * out_bytes) // (rows * (128 * a_bytes + (4 if a_bytes == 1 else 0)))
 
 
 def view_of_heads(a: torch.Tensor) -> tuple[list[int], list[int], int, int] | None:

@@ -5,8 +5,8 @@
 
 One program on each SM walks neighbouring items of (head, 64, 128 or 192 rows); up to four blocks of weights stay for all items of a head. Roles:
 
-    producers   a warp for each 64 rows: activations by TMA through a ring of its own, across items; the first one brings the weights too, in a
-                ring for all
+    producers   a warp for each 64 rows: activations by TMA through a ring of its own, across items, and beside them the scales of those quantized
+                before, by cp.async; the first one brings the weights too, in a ring for all
     consumers   two warpgroups, or three (`bmm_config.hopper_consumers`), 64 rows each; with 64 rows in all, two take turns at the steps instead
                 (along K their sums are added). They read the activation in the layout in which the instruction takes its first operand from
                 registers: quantized there, it is never written anywhere. 16-bit results of more than 64 tokens leave by TMA.
@@ -15,6 +15,7 @@ One program on each SM walks neighbouring items of (head, 64, 128 or 192 rows); 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -22,9 +23,14 @@ from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3, ceil_div
 from moe_ops.core.launch import launch
 from moe_ops.gemm.bmm_config import W_SLOTS, hopper_rows, hopper_slots, view_of_heads
-from moe_ops.gemm.gluon_compat import gdc_launch_dependents, gdc_wait, prefetch_l2, thread_barrier, tma_load, tma_store_wait
+from moe_ops.gemm.gluon_compat import cp_async, gdc_launch_dependents, gdc_wait, prefetch_l2, thread_barrier, tma_load, tma_store_wait
 from moe_ops.gemm.hopper_epilogue import store_tile
 from moe_ops.gemm.hopper_quantize import quantize_tile
+
+#: Steps that a producer has asked for and not received yet, at most: more only lets some programs starve. v_b_proj quantized before, us with as many
+#: as fit and with 2: 6.7 and 6.6, 8.6 and 8.2, 12.8 and 12.5, 17.9 and 17.9 at 64, 128, 256 and 512 tokens; k_b_proj from bf16 24.0 and 23.5 at 512
+#: (H200, 2026-12-01, Triton 3.6, results/nvidia_h200/kernel_variants.json, bmm_in_flight).
+IN_FLIGHT = gl.constexpr(2)
 
 
 @gluon.jit
@@ -37,20 +43,23 @@ def _share(items):
 
 @gluon.jit
 def _producer(
-    P: gl.constexpr, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, PDL: gl.constexpr,
+    P: gl.constexpr, a_desc, w_ptr, w_desc, scales, walk, rings,
+    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     KB: gl.constexpr = K // 128
     STEPS: gl.constexpr = KB * (N // 128)
     KEPT: gl.constexpr = STEPS <= W_SLOTS
     A_BYTES: gl.constexpr = 64 * 128 * a_desc.dtype.primitive_bitwidth // 8
-    a_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
+    a_bufs, sa_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
+    sa_ptr, _, stride_sah, stride_sam, stride_sak = scales
+    tokens, items, head_rows, head_columns = walk
     m_tiles = (tokens + ROWS - 1) // ROWS
     start, end = _share(items)
     if PDL and P == 0:  # the predecessor may have written the weights, but those of the first head may come to the L2 already
         line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [1], [0]))
         first = w_ptr + (start // m_tiles).to(gl.int64) * (N * K) + line * 128
-        for part in gl.static_range(STEPS if KEPT else W_SLOTS):
+        PARTS: gl.constexpr = 1 if RULE == "given" else STEPS if KEPT else W_SLOTS
+        for part in gl.static_range(PARTS):
             prefetch_l2(first + part * 16384, (line >= 0) & (start < end))
     if PDL:
         gdc_wait()
@@ -61,11 +70,19 @@ def _producer(
         head = item // m_tiles
         row = item % m_tiles * ROWS + head * head_rows + P * 64
         column = head * head_columns
+        if RULE == "given":
+            r = item % m_tiles * ROWS + P * 64 + gl.arange(0, 64, gl.BlockedLayout([1], [32], [1], [0]))
+            sas = sa_ptr + head.to(gl.int64) * stride_sah + gl.minimum(r, tokens - 1).to(gl.int64) * stride_sam
         for i in range(STEPS if P == 0 else KB):
             if i < KB:
                 slot = P * A_SLOTS + (ia + i) % A_SLOTS
                 bar = a_full.index(slot)
                 mbarrier.wait(a_empty.index(slot), (((ia + i) // A_SLOTS) & 1) ^ 1)
+                if A_SLOTS > IN_FLIGHT and ia + i >= IN_FLIGHT:
+                    mbarrier.wait(a_full.index(P * A_SLOTS + (ia + i - IN_FLIGHT) % A_SLOTS), ((ia + i - IN_FLIGHT) // A_SLOTS) & 1)
+                if RULE == "given":  # before the boxes: behind all that is asked for at the start they would come last
+                    cp_async(sa_bufs.index(slot), sas + i * stride_sak.to(gl.int64))
+                    async_copy.mbarrier_arrive(bar, increment_count=False)
                 mbarrier.expect(bar, A_BYTES)
                 tma_load(a_desc, [row, column + i * 128], bar, a_bufs.index(slot))
             if P == 0:
@@ -79,13 +96,15 @@ def _producer(
                     iw += 1
         ia += KB
         before = head
+    if RULE == "given":
+        async_copy.wait_group(0)
 
 
 @gluon.jit
 def _no_rows(at, rings, KB: gl.constexpr, STEPS: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, RING: gl.constexpr):
     """An item none of whose rows are this warpgroup's: its slots are freed as they come."""
     KEPT: gl.constexpr = STEPS <= W_SLOTS
-    _, _, a_full, a_empty, w_full, w_empty = rings
+    _, _, _, a_full, a_empty, w_full, w_empty = rings
     j, step, turn, last = at
     for i in range(STEPS):
         if i < KB:
@@ -134,10 +153,10 @@ def _consumer(
 
 @gluon.jit
 def _free(bar):
-    """Give a slot back that was read into registers.
+    """Give a slot back of which something was read into registers.
 
-    ptxas moves the barrier up behind the last load, which plain stores allow: a box written by TMA could overtake loads of other warps. Most likely
-    the cause of one wrong result in 2937 tests without the fence (H200, 2026-12-01, Triton 3.6).
+    ptxas moves the barrier up behind the last load, which plain stores allow: what TMA or cp.async write could overtake loads of other warps. Most
+    likely the cause of one wrong result in 2937 tests without the fence (H200, 2026-12-01, Triton 3.6).
     """
     fence_async_shared()
     mbarrier.arrive(bar)
@@ -148,9 +167,9 @@ def _item(
     WG: gl.constexpr, scales, out, tokens, head, t0, at, rings, sums, stages,
     N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RULE: gl.constexpr, A_SLOTS: gl.constexpr, W_SLOTS: gl.constexpr, BOXED: gl.constexpr,
 ):  # fmt: skip
-    sa_ptr, sw_ptr, stride_sah, stride_sam, stride_sak = scales
+    sw_ptr = scales[1]
     out_ptr, out_desc, stride_om, out_rows, out_columns = out
-    a_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
+    a_bufs, sa_bufs, w_bufs, a_full, a_empty, w_full, w_empty = rings
     sums, sums_full, sums_empty = sums
     j, step, turn, last = at
     STEPS: gl.constexpr = K // 128 * (N // 128)
@@ -164,25 +183,21 @@ def _item(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
     column: gl.constexpr = gl.SliceLayout(1, mma)
-    r = HALF * 64 + gl.arange(0, 64, column)
     row_out = t0 + head * out_rows
     column_out = head * out_columns
     if BOXED:
         row_out = row_out.to(gl.int32)
         column_out = column_out.to(gl.int32)
-    # scales are asked for a step ahead: from the L2 they take longer than the product
+    # asked for a step ahead: from the L2 they take longer than the product
     sws = sw_ptr + head * STEPS
     sw_next = gl.load(sws + FIRST)
-    if RULE == "given":
-        sas = sa_ptr + head * stride_sah + gl.minimum(t0 + r, tokens - 1).to(gl.int64) * stride_sam
-        sa_next = gl.load(sas + FIRST * stride_sak) if DEEP else gl.load(sas)
     acc = gl.zeros((64, 128), gl.float32, mma)
     if not DEEP:
         slot = RING + j % A_SLOTS
         mbarrier.wait(a_full.index(slot), (j // A_SLOTS) & 1)
         if RULE == "given":
             a = a_bufs.index(slot)
-            sa = sa_next
+            sa = sa_bufs.index(slot).load(column)
         else:
             a, sa = quantize_tile(a_bufs.index(slot), RULE, operand)
             sa = gl.convert_layout(sa, column)
@@ -192,12 +207,10 @@ def _item(
         sw_next = gl.load(sws + gl.minimum(i + TURN, STEPS - 1))
         if DEEP:
             slot_a = RING + (step + i) % A_SLOTS
-            if RULE == "given":
-                sa = sa_next
-                sa_next = gl.load(sas + gl.minimum(i + TURN, STEPS - 1) * stride_sak)
             mbarrier.wait(a_full.index(slot_a), ((step + i) // A_SLOTS) & 1)
             if RULE == "given":
                 a = a_bufs.index(slot_a)
+                sa = sa_bufs.index(slot_a).load(column)
             else:
                 a, sa = quantize_tile(a_bufs.index(slot_a), RULE, operand)
                 sa = gl.convert_layout(sa, column)
@@ -212,13 +225,13 @@ def _item(
             mbarrier.arrive(w_empty.index(slot_w))
         if DEEP:
             if RULE == "given":
-                mbarrier.arrive(a_empty.index(slot_a))
+                _free(a_empty.index(slot_a))
             acc += tmp * p[:, None]
         else:
             y = (tmp * p[:, None]).to(out_ptr.dtype.element_ty)
             store_tile(out_ptr, out_desc, stages.index(HALF), y, row_out, HALF * 64, tokens - t0, column_out + i * 128, stride_om, 128, VEC, BOXED)
     if not DEEP and RULE == "given":
-        mbarrier.arrive(a_empty.index(slot))
+        _free(a_empty.index(slot))
     if DEEP and ROWS == 64:
         if WG == 1:
             mbarrier.wait(sums_empty, (j & 1) ^ 1)
@@ -253,6 +266,9 @@ def _bmm_hopper_kernel(
     A_READERS: gl.constexpr = 2 if ROWS == 64 and not DEEP and N > 128 else 1
     SUMS: gl.constexpr = 64 if DEEP and ROWS == 64 else 1
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [RINGS * A_SLOTS, 64, 128], boxes)
+    sa_bufs = a_bufs
+    if RULE == "given":
+        sa_bufs = gl.allocate_shared_memory(gl.float32, [RINGS * A_SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [W_SLOTS, 128, 128], bytes_)
     sum_buf = gl.allocate_shared_memory(gl.float32, [SUMS, 128], gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))
     stages = a_bufs
@@ -265,7 +281,7 @@ def _bmm_hopper_kernel(
     sums_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     sums_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RINGS * A_SLOTS):
-        mbarrier.init(a_full.index(i), count=1)
+        mbarrier.init(a_full.index(i), count=33 if RULE == "given" else 1)  # the expected bytes, and each lane's copies
         mbarrier.init(a_empty.index(i), count=A_READERS)
     for i in gl.static_range(W_SLOTS):
         mbarrier.init(w_full.index(i), count=1)
@@ -273,8 +289,9 @@ def _bmm_hopper_kernel(
     mbarrier.init(sums_full, count=1)
     mbarrier.init(sums_empty, count=1)
     scales = (sa_ptr, sw_ptr, stride_sah, stride_sam, stride_sak)
+    walk = (tokens, items, head_rows, head_columns)
     out = (out_ptr, out_desc, stride_om, out_rows, out_columns)
-    rings = (a_bufs, w_bufs, a_full, a_empty, w_full, w_empty)
+    rings = (a_bufs, sa_bufs, w_bufs, a_full, a_empty, w_full, w_empty)
     sums = (sum_buf, sums_full, sums_empty)
     if ROWS == 192:
         gl.warp_specialize(
@@ -282,9 +299,9 @@ def _bmm_hopper_kernel(
                 (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (2, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
-                (_producer, (0, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
-                (_producer, (1, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
-                (_producer, (2, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (0, a_desc, w_ptr, w_desc, scales, walk, rings, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (1, a_desc, w_ptr, w_desc, scales, walk, rings, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (2, a_desc, w_ptr, w_desc, scales, walk, rings, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
             ],
             [4, 4, 1, 1, 1],
             [160, 160, 32, 32, 32],
@@ -294,8 +311,8 @@ def _bmm_hopper_kernel(
             [
                 (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
-                (_producer, (0, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
-                (_producer, (1, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (0, a_desc, w_ptr, w_desc, scales, walk, rings, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (1, a_desc, w_ptr, w_desc, scales, walk, rings, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
             ],
             [4, 1, 1],
             [232, 40, 40],
@@ -305,7 +322,7 @@ def _bmm_hopper_kernel(
             [
                 (_consumer, (0, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
                 (_consumer, (1, scales, out, tokens, items, rings, sums, stages, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, BOXED, PDL)),
-                (_producer, (0, a_desc, w_ptr, w_desc, tokens, items, head_rows, head_columns, rings, N, K, ROWS, A_SLOTS, W_SLOTS, PDL)),
+                (_producer, (0, a_desc, w_ptr, w_desc, scales, walk, rings, N, K, ROWS, RULE, A_SLOTS, W_SLOTS, PDL)),
             ],
             [4, 1],
             [232, 40],

@@ -263,7 +263,7 @@ def test_rows_and_slots_of_the_gluon_kernel(tokens, k, dtype, rule, out_dtype, r
     assert hopper_rows(tokens, k, dtype, rule, out_dtype) == rows
     assert rows == 64 or rows == 64 * hopper_consumers(tokens, k, dtype, rule, out_dtype)
     slots = hopper_slots(rows, dtype.itemsize, out_dtype.itemsize)
-    used = W_SLOTS * 128 * 128 + rows * 128 * (slots * dtype.itemsize + out_dtype.itemsize)
+    used = W_SLOTS * 128 * 128 + rows * (slots * (128 * dtype.itemsize + 4 * (rule == "given")) + 128 * out_dtype.itemsize)
     assert slots >= 2 and used <= arch_of_capability(90).smem
     unquantized = rule != "given"
     plan = explain("bmm", rows=tokens, n=128, k=k, groups=8, device="sm90", unquantized=unquantized, out_dtype=out_dtype)["triton"].plan
