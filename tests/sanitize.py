@@ -112,6 +112,9 @@ def dense_gemms_on_hopper():
             for programs in (1, 3) if block_n % 32 == 0 else (1,):
                 config = DenseGemmConfig(block_m, block_n, 128, 4, 2, 1, block_m <= 32, programs)
                 dense_gemm(a, q, bias=torch.randn(200, device=CUDA), residual=residual, config=config)
+    for block_n in (32, 64):  # programs that exchange sums
+        config = DenseGemmConfig(128, block_n, 128, 4, 4, 1, False, 2 * -(-200 // block_n))
+        dense_gemm(quantize(data(90, 400), "fp8_block"), q, config=config)
     dense_gemm(data(20, 400), q)  # quantized by the kernel before, whose end is not awaited
     many = quantize_weight(data(512, 384), "fp8_block")
     with mock.patch("moe_ops.gemm.dense_workspace.roles_reason", lambda problem, arch: None):  # too few tiles to be chosen

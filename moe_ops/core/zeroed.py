@@ -1,6 +1,7 @@
 """Words of device memory that are zero before and after every kernel that uses them.
 
-For kernels whose programs draw tiles from a counter: they find zeros and leave zeros, so that no launch is spent on clearing. Two launches that
+For kernels whose programs draw tiles from a counter, or tell one another what is done: they find zeros and leave zeros, so that no launch is spent
+on clearing. Two launches that
 can be in flight at once do not share words: eager launches of one stream follow one another and share that stream's, each launch under CUDA
 graph capture has words of its own for as long as the process lives. (Streams are told apart by their handles, as torch does; a graph that is
 instantiated twice must not be replayed twice at once.) The first launch with words on a device allocates, once, and waits for the zeros.
@@ -11,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-#: Words of one stream, and of a chunk: 1 MiB, enough for 32,000 captured launches that want a sector each.
-STREAM_WORDS, CHUNK_WORDS = 64, 1 << 18
+#: Words of one stream, and of a chunk: 4 MiB, enough for 130,000 captured launches that want a sector each, and for 7000 that want 18.
+STREAM_WORDS, CHUNK_WORDS = 144, 1 << 20
 #: What is handed out starts on a sector of its own.
 SECTOR_WORDS = 8
 
@@ -30,7 +31,7 @@ def zeroed_words(device: torch.device, words: int) -> torch.Tensor:
 
     Args:
         device: a CUDA device with an index; on any other (compiling ahead) the zeros are new ones.
-        words: at most 64.
+        words: at most 144.
     """
     if words > STREAM_WORDS:
         raise ValueError(f"zeroed_words: at most {STREAM_WORDS} words, got {words}")

@@ -28,7 +28,7 @@ from moe_ops.gemm.hopper_epilogue import store_tile
 from moe_ops.gemm.hopper_quantize import quantize_tile
 
 #: Steps that a producer has asked for and not received yet, at most: more only lets some programs starve. v_b_proj quantized before, us with as many
-#: as fit and with 2: 6.7 and 6.6, 8.6 and 8.2, 12.8 and 12.5, 17.9 and 17.9 at 64, 128, 256 and 512 tokens; k_b_proj from bf16 24.0 and 23.5 at 512
+#: as fit and with 2: 6.7 and 6.6, 8.7 and 8.2, 13.1 and 12.5, 18.1 and 17.9 at 64, 128, 256 and 512 tokens; k_b_proj from bf16 24.0 and 23.5 at 512
 #: (H200, 2026-12-01, Triton 3.6, results/nvidia_h200/kernel_variants.json, bmm_in_flight).
 IN_FLIGHT = gl.constexpr(2)
 
@@ -57,10 +57,10 @@ def _producer(
     start, end = _share(items)
     if PDL and P == 0:  # the predecessor may have written the weights, but those of the first head may come to the L2 already
         line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [1], [0]))
-        first = w_ptr + (start // m_tiles).to(gl.int64) * (N * K) + line * 128
-        PARTS: gl.constexpr = 1 if RULE == "given" else STEPS if KEPT else W_SLOTS
+        first = w_ptr + (start // m_tiles).to(gl.int64) * (N * K) + line * K
+        PARTS: gl.constexpr = 1 if RULE == "given" and KB > 1 else STEPS if KEPT else W_SLOTS
         for part in gl.static_range(PARTS):
-            prefetch_l2(first + part * 16384, (line >= 0) & (start < end))
+            prefetch_l2(first + part * (128 if KB > 1 else 16384), (line >= 0) & (start < end))
     if PDL:
         gdc_wait()
     ia = 0
@@ -153,7 +153,7 @@ def _consumer(
 
 @gluon.jit
 def _free(bar):
-    """Give a slot back of which something was read into registers.
+    """Give a slot back of which something, if only its scales, was read into registers.
 
     ptxas moves the barrier up behind the last load, which plain stores allow: what TMA or cp.async write could overtake loads of other warps. Most
     likely the cause of one wrong result in 2937 tests without the fence (H200, 2026-12-01, Triton 3.6).
@@ -188,7 +188,7 @@ def _item(
     if BOXED:
         row_out = row_out.to(gl.int32)
         column_out = column_out.to(gl.int32)
-    # asked for a step ahead: from the L2 they take longer than the product
+    # scales of the weights are asked for a step ahead: from the L2 they take longer than the product
     sws = sw_ptr + head * STEPS
     sw_next = gl.load(sws + FIRST)
     acc = gl.zeros((64, 128), gl.float32, mma)

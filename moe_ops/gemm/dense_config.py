@@ -7,7 +7,7 @@ import torch
 
 from moe_ops.core.arch import Arch, arch_of
 from moe_ops.core.formats import ceil_div
-from moe_ops.gemm.grouped_config import HOPPER_ROWS, tile_reason
+from moe_ops.gemm.grouped_config import tile_reason
 
 #: K that one split holds at least, and the unit in which K is shared: a scale block of fp8_block, four of mxfp8.
 SPLIT_UNIT = 128
@@ -32,7 +32,7 @@ TURNS_WIDTH, AT_ONCE_WIDTH = 80, 144
 
 
 def boxes(width: int) -> tuple[int, int]:
-    """Weight rows of a tile's first and second box. The second, at most half of the first, divides where it begins: it lies in one block of 128."""
+    """Weight rows of a tile's first and second box. All first boxes stand before all second ones: each lies in one block of 128."""
     first = min(128, 1 << (width.bit_length() - 1))
     return first, width - first
 
@@ -100,17 +100,12 @@ class DenseGemmProblem:
     aligned: bool = False
 
 
-def spans(width: int) -> bool:
-    """Whether the first box of a tile of the Gluon kernel can lie in two blocks of 128 columns, with a border at a multiple of 8."""
-    return 128 % width != 0 and width % 128 != 0
-
-
 def shared_bytes(cfg: DenseGemmConfig, problem: DenseGemmProblem) -> int:
     """Shared memory of the operand ring and, of the Gluon kernel, what lies beside it, in bytes."""
     if cfg.programs:
         # beside the ring: the sums of warpgroups that take turns, and what rows of the output are put together in
-        rest = 4096 if cfg.by_rows else cfg.block_m * cfg.block_n * 4 + (2048 if cfg.block_m >= 64 else 0)
-        return cfg.stages * ((cfg.block_m + cfg.block_n) * 128 + cfg.block_m * 4 + (144 if spans(cfg.block_n) else 32)) + rest
+        rest = 4096 + 64 if cfg.by_rows or in_pairs(cfg, problem.n) else cfg.block_m * cfg.block_n * 4 + (2048 if cfg.block_m >= 64 else 0)
+        return cfg.stages * ((cfg.block_m + cfg.block_n) * 128 + cfg.block_m * 4 + 32) + rest
     size = 2 if problem.fmt == "plain" else 1
     return cfg.stages * (cfg.block_m * (2 if problem.fused else size) + cfg.block_n * size) * cfg.block_k
 
@@ -144,6 +139,8 @@ def _stream_reason(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) 
         return f"stages must be between 2 and 16, programs between 1 and {min(steps, 16 * arch.sms)}, got {cfg.stages} and {cfg.programs}"
     if cfg.stages % 2 and not cfg.by_rows:
         return f"stages must be even where two warpgroups take turns, got {cfg.stages}"
+    if in_pairs(cfg, problem.n):
+        return None if cfg.programs <= arch.sms else f"programs that wait for one another must all find an SM, got {cfg.programs} on {arch.sms}"
     if cfg.block_n % 32 and most_parts(cfg, problem.n, problem.k) > 1:
         return f"tiles of {cfg.block_n} columns must each fall to one program"
     if most_parts(cfg, problem.n, problem.k) > MAX_SPLIT + 1:
@@ -158,6 +155,35 @@ def fits_twice(cfg: DenseGemmConfig) -> bool:
     return small and ring <= 112 * 1024
 
 
+def steps_in_flight(cfg: DenseGemmConfig, k: int) -> int:
+    """Steps that a program of the Gluon kernel has asked for and not received yet, at most. More only lets some programs starve.
+
+    In us (H200, 2026-12-01, results/nvidia_h200/dense_sweep.json, in_flight): 64 rows of 7168 x 16384 with 12 and 8 steps 34.4 and 33.5, 128 rows of
+    18432 x 7168 with 6 and 3 steps 45.3 and 42.6; but 64 rows of 24576 x 1536 with 8 and 5 steps 12.9 and 13.3.
+    """
+    if cfg.block_m == 128:
+        return min(cfg.stages, 3) if cfg.block_n >= 128 else cfg.stages
+    return max(4, 512 // cfg.block_n) if cfg.block_m == 64 and k > 48 * 128 else cfg.stages
+
+
+def steps_ahead(cfg: DenseGemmConfig) -> int:
+    """Steps whose weights the Gluon kernel asks into the L2 while its predecessor ends.
+
+    In us without and with 1 and 2 of them (H200, 2026-12-01, same file, ahead): 128 rows of 18432 x 7168 42.9, 41.7 and 43.0, of 24576 x 1536 14.0,
+    13.6 and 13.6; 64 rows of 9216 x 4096 without and with 2 and 4 12.4, 12.2 and 12.1.
+    """
+    return max(1, 144 // cfg.block_n) if cfg.block_m == 128 else min(4, cfg.stages) if cfg.block_m == 64 else 0
+
+
+def in_pairs(cfg: DenseGemmConfig, n: int) -> bool:
+    """Whether the two programs of each tile of the Gluon kernel exchange sums, instead of a second kernel that adds them."""
+    return cfg.block_m == 128 and cfg.block_n in (32, 64) and cfg.programs == 2 * ceil_div(n, cfg.block_n)
+
+
+#: Fewest SMs on which `stream_configs` offers programs that wait for one another (see dense_exchange_kernel.py).
+PAIRS_SMS = 64
+
+
 def most_parts(cfg: DenseGemmConfig, n: int, k: int) -> int:
     """Most programs that share one tile of the Gluon kernel; 1 where each tile falls to one."""
     tiles, steps = ceil_div(n, cfg.block_n), ceil_div(k, 128)
@@ -169,7 +195,8 @@ def most_parts(cfg: DenseGemmConfig, n: int, k: int) -> int:
 def part_bytes(cfg: DenseGemmConfig, rows: int, n: int, k: int) -> int:
     """Bytes of the fp32 partial sums of one product."""
     if cfg.programs:
-        return 8 * cfg.programs * cfg.block_m * cfg.block_n if most_parts(cfg, n, k) > 1 else 0
+        slots = 4 * cfg.programs * cfg.block_m * cfg.block_n
+        return slots // 2 if in_pairs(cfg, n) else 2 * slots if most_parts(cfg, n, k) > 1 else 0
     return 4 * cfg.split * rows * n if cfg.split > 1 else 0
 
 
@@ -258,55 +285,6 @@ def estimate_us(cfg: DenseGemmConfig, split: int, problem: DenseGemmProblem, arc
     return time
 
 
-#: The time of a step of 128 along K of a tile of 128 x 256 by the kernel with warp roles where all tiles fit one round and where they do not, of
-#: what comes before and after a tile, and the share of it that a tile of at most 64 rows takes: within 17% of nine problems of 256 to 2048 rows
-#: (H200, 2026-11-30, results/nvidia_h200/kernel_variants.json, prefill_stores_and_order).
-ROLES_STEP_US, ROLES_TILE_US, ROLES_TAIL = (0.73, 0.875), 2.0, 0.6
-#: That kernel is asked about from here on, since its tile has 128 rows, and runs where it is estimated at less than this share of the streaming
-#: kernel's time: with 128 rows 15.8 us (estimated 13.8) against 14.0 (15.8) at N x K = 24576 x 1536, 17.9 against 15.4 at 9216 x 4096,
-#: 44.1 to 50.7 against 39.0 at 18432 x 7168 (H200, 2026-11-30, dense_sweep.json).
-ROLES_ROWS, ROLES_LEAD = 64, 0.8
-#: The plain Triton kernel's time over `estimate_us` at more than 128 rows: 0.52 to 0.63 at M = 2048, N x K = 1536 x 7168, 7168 x 16384 and
-#: 9216 x 4096 (79.6, 591 and 190 us; H200, 2026-11-30).
-PLAIN_SHARE = 0.6
-
-
-def roles_us(problem: DenseGemmProblem, arch: Arch) -> float:
-    """Rough time of the prefill kernel with warp roles: rounds of tiles, the last one of halves where it fills at most half of the programs."""
-    tiles = ceil_div(problem.rows, 128) * (problem.n // 256)
-    programs = max(1, min(arch.sms, 2 * tiles))
-    rounds, last = divmod(tiles, programs)
-    rest = 0.0 if last == 0 else ROLES_TAIL if 2 * last <= programs else 1.0
-    return 3.0 + (rounds + rest) * (ROLES_TILE_US + problem.k // 128 * ROLES_STEP_US[tiles > arch.sms])
-
-
-def roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
-    """None where the grouped GEMM's prefill kernel with warp roles computes `problem` as that of one expert, else why not.
-
-    Equal for all M up to the same power of two, as the heuristic; it adds no residual, and out must lie on the 16-byte grid.
-    """
-    if problem.batch > 1 or not problem.aligned:
-        return "the Gluon kernels are behind dense_gemm alone"
-    if problem.fmt != "fp8_block":
-        return "the Gluon kernels take fp8_block"
-    if not arch.has_wgmma:
-        return "the Gluon kernels are for SM90"
-    if problem.fused or problem.rows <= ROLES_ROWS:
-        return f"the kernel with warp roles is for more than {ROLES_ROWS} rows"
-    if problem.rows >= HOPPER_ROWS:
-        return f"the kernel with warp roles takes fewer than {HOPPER_ROWS} rows"
-    if problem.n == 0 or problem.n % 256 or problem.k % 128:
-        return "the kernel with warp roles wants N % 256 == 0 and K % 128 == 0"
-    return _roles_reason(replace(problem, rows=1 << (problem.rows - 1).bit_length()), arch)
-
-
-@functools.lru_cache(maxsize=4096)
-def _roles_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
-    cfg, roles = _heuristic(problem, arch), roles_us(problem, arch)
-    lead, other = (ROLES_LEAD, stream_us(cfg, problem, arch)) if cfg.programs else (PLAIN_SHARE, estimate_us(cfg, cfg.split, problem, arch))
-    return None if roles < lead * other else f"the kernel with warp roles would take longer: about {roles:.0f} us against {lead * other:.0f}"
-
-
 def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfig]:
     """The configs of the Gluon kernel worth timing for `problem`; none where it cannot run."""
     out: dict[DenseGemmConfig, None] = {}
@@ -316,17 +294,18 @@ def stream_configs(problem: DenseGemmProblem, arch: Arch) -> list[DenseGemmConfi
     for block_n in STREAM_WIDTHS[block_m]:
         tiles, steps = ceil_div(problem.n, block_n), ceil_div(problem.k, 128)
         for per_sm in (1, 2) if block_m <= 32 else (1,):
-            probe = [DenseGemmConfig(block_m, block_n, 128, 4, d, 1, block_m <= 32, 1) for d in (0, 1)]
-            fixed, one = (shared_bytes(c, problem) for c in probe)
-            stages = min(16 if block_m >= 64 else 12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
-            stages -= stages % 2 if not probe[0].by_rows else 0
             most = min(per_sm * arch.sms, tiles * steps)
             rounds = ceil_div(tiles, most) if block_m >= 64 and most else 1
             counts = {tiles * parts for parts in (1, 2, 3, 4, 6, 8, 12, 16)} | {ceil_div(tiles, rounds + i) for i in (0, 1, 2)}
             # parts of unequal length cost more than they even out where a part has many rows
             for programs in sorted(counts | ({most} if block_m <= 32 else set())):
-                cfg = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
-                if programs <= most and is_legal(cfg, problem, arch) is None and (block_m >= 64 or fits_twice(cfg) == (per_sm == 2)):
+                probe = [DenseGemmConfig(block_m, block_n, 128, 4, d, 1, block_m <= 32, programs) for d in (0, 1)]
+                fixed, one = (shared_bytes(c, problem) for c in probe)
+                stages = min(16 if block_m >= 64 else 12, ((arch.smem - 3072) // per_sm - fixed) // (one - fixed))
+                cfg = replace(probe[0], stages=stages - (stages % 2 if not probe[0].by_rows else 0))
+                if programs > most or (in_pairs(cfg, problem.n) and arch.sms < PAIRS_SMS):
+                    continue
+                if is_legal(cfg, problem, arch) is None and (block_m >= 64 or fits_twice(cfg) == (per_sm == 2)):
                     out[cfg] = None
     return list(out)
 
@@ -361,17 +340,20 @@ def stream_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> fl
 def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> float:
     """`stream_us` for tiles of 64 and 128 rows: a step takes what the memory or one program needs.
 
-    Fitted to 82 configs of 18 problems with MN-major scales; start and end since then to 49 of 10 with the stores of today (H200, Triton 3.6,
-    2026-11-30, results/nvidia_h200/dense_sweep.json): the choice is 0.3% above the best on the geometric mean both times, 4% at worst.
+    Fitted to 82 configs of 18 problems with MN-major scales; start and end then to 49 of 10 with wider stores (H200, Triton 3.6, 2026-11-30,
+    results/nvidia_h200/dense_sweep.json): the choice was 0.3% above the best on the geometric mean both times, 4% at worst. Programs that exchange
+    sums: to six configs (2026-12-01, same file, pairs).
     """
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
-    cut = most_parts(cfg, problem.n, problem.k) > 1
+    cut, pairs = most_parts(cfg, problem.n, problem.k) > 1, in_pairs(cfg, problem.n)
     rounds = 1 if cut else ceil_div(tiles, cfg.programs)
     each = tiles * steps / cfg.programs if cut else rounds * steps
     program = 0.067 + 0.00078 * cfg.block_n if cfg.block_m == 64 else 0.081 + 0.002 * cfg.block_n
     memory = cfg.programs * cfg.block_n * 128 / (34.7e3 * arch.sms)
     time = 3.4 + each * (max(program, memory) + 0.323 * min(program, memory)) + 0.8 * rounds * cfg.block_m * cfg.block_n / 8192
-    if cut:
+    if pairs:
+        time += 0.4
+    elif cut:
         time += 0.8 + (cfg.programs + tiles) * cfg.block_m * cfg.block_n * 8 / (115e3 * arch.sms)
         if cfg.block_n >= 64 and cfg.programs > 0.95 * arch.sms:  # the second launch finds no SM to start on
             time += 1.4

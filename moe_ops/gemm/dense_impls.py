@@ -12,14 +12,13 @@ from moe_ops.gemm.dense import dense_gemm_ref
 from moe_ops.gemm.dense_config import (
     FUSED_COLUMNS,
     FUSED_ROWS,
-    ROLES_ROWS,
     STREAM_WIDTHS,
     DenseGemmConfig,
     DenseGemmProblem,
     heuristic,
     quantizes_inside,
-    roles_reason,
 )
+from moe_ops.gemm.dense_roles import ROLES_ROWS, roles_reason
 from moe_ops.gemm.grouped_impls import operand_words, torch_reason, triton_reason
 from moe_ops.gemm.registry import Implementation, Problem, Where, choose
 from moe_ops.gemm.torch_scaled import scaled_mm, scaled_mm_reason

@@ -14,7 +14,7 @@ import triton.language as tl
 from moe_ops.core.formats import ceil_div
 from moe_ops.core.launch import launch
 from moe_ops.core.pdl import after_previous
-from moe_ops.gemm.dense_config import DenseGemmConfig, most_parts
+from moe_ops.gemm.dense_config import DenseGemmConfig, boxes, most_parts
 from moe_ops.gemm.grouped_kernel import _exp2_byte, _load_a, _load_w
 from moe_ops.quant.row_tiles import encode
 
@@ -234,8 +234,8 @@ def _split_reduce_kernel(
 @triton.jit(do_not_specialize=["rows", "programs"])
 def _stream_reduce_kernel(
     part_ptr, bias_ptr, residual_ptr, out_ptr, rows, programs, stride_rm, stride_om,
-    N: tl.constexpr, KB: tl.constexpr, W: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    N: tl.constexpr, KB: tl.constexpr, W: tl.constexpr, WA: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Finish the tiles that dense_stream.py cut: add their parts in the order of K, then bias and residual.
 
@@ -247,7 +247,7 @@ def _stream_reduce_kernel(
     tile = block // (W // BLOCK_C)
     row = tl.program_id(0) // (TILES * (W // BLOCK_C)) * BLOCK_R + tl.arange(0, BLOCK_R)
     inner = block % (W // BLOCK_C) * BLOCK_C + tl.arange(0, BLOCK_C)
-    column = tile * W + inner
+    column = tl.where(inner < WA, tile * WA + inner, TILES * WA + tile * (W - WA) + inner - WA)
     # programs that hold the tile's first and its last step: program p starts at step p * TILES * KB // programs
     first = ((tile * KB + 1) * programs - 1) // (TILES * KB)
     last = ((tile * KB + KB) * programs - 1) // (TILES * KB)
@@ -274,6 +274,6 @@ def add_parts(
     launch(
         op, _stream_reduce_kernel, (ceil_div(n, cfg.block_n) * (cfg.block_n // block_c) * ceil_div(rows, 16),),
         part, bias, residual, out, rows, cfg.programs, 0 if residual is None else residual.stride(0), out.stride(0),
-        N=n, KB=ceil_div(k, 128), W=cfg.block_n, T=cfg.block_m, PARTS=most_parts(cfg, n, k), BLOCK_R=16, BLOCK_C=block_c,
+        N=n, KB=ceil_div(k, 128), W=cfg.block_n, WA=boxes(cfg.block_n)[0], T=cfg.block_m, PARTS=most_parts(cfg, n, k), BLOCK_R=16, BLOCK_C=block_c,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

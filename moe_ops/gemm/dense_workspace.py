@@ -4,7 +4,8 @@ import torch
 
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import ceil_div
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose, part_bytes, quantizes_inside, roles_reason
+from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose, part_bytes, quantizes_inside
+from moe_ops.gemm.dense_roles import roles_reason
 from moe_ops.quant.scale_storage import padded_rows
 
 
@@ -24,7 +25,7 @@ def needs(
 ) -> tuple[DenseGemmConfig | None, tuple[int, int], int]:  # fmt: skip
     """How `dense_gemm_into` runs: (config, bytes of data and of scales that it quantizes before the GEMM, bytes of workspace in all).
 
-    The config is None where the prefill kernel with warp roles runs, see `dense_config.roles_reason`.
+    The config is None where the prefill kernel with warp roles runs, see `dense_roles.roles_reason`.
 
     Raises:
         ValueError: a pinned config that cannot run this.

@@ -26,9 +26,9 @@ def _call(fmt: str, rows: int, rule: str, k: int, n: int = N):
     return call
 
 
-def _stream(block_m: int, block_n: int, stages: int, programs: int):
+def _stream(block_m: int, block_n: int, stages: int, programs: int, n: int = N):
     def call():
-        rows, n, k = block_m - 1, 576, 640
+        rows, k = block_m - 1, 640
         operands = (torch.zeros((rows, k), dtype=torch.uint8), torch.ones((rows, 5)), torch.zeros((n, k), dtype=torch.uint8), torch.ones((5, 5)))
         config = DenseGemmConfig(block_m, block_n, 128, 4, stages, 1, block_m <= 32, programs)
         bias, residual = torch.zeros(n), torch.zeros((rows, n), dtype=torch.bfloat16)
@@ -70,6 +70,8 @@ COMPILE_CASES += [
     )
     for programs in ((1, 5) if bn % 32 == 0 else (4,))
 ]
+# programs that exchange sums
+COMPILE_CASES += [(f"dense stream 128x{bn} in pairs", _stream(128, bn, stages, 4, 2 * bn), (90,)) for bn, stages in ((32, 10), (64, 8))]
 COMPILE_CASES += [(f"dense with warp roles, {rule}", _roles(rule), (90,)) for rule in ("given", "fp32")]
 # the weights asked for before the quantizer has ended
 COMPILE_CASES += [(f"dense after its quantizer, {n} x {k}", _call("fp8_block", 63, "fp32", k, n), (90,)) for n, k in ((18432, 7168), (576, 7168))]

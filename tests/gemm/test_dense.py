@@ -17,10 +17,10 @@ from moe_ops.gemm.dense_config import (
     heuristic,
     is_legal,
     quantizes_inside,
-    roles_reason,
     search_space,
     shared_bytes,
 )
+from moe_ops.gemm.dense_roles import roles_reason
 from moe_ops.quant.fold import fold_weight
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 5e-4}

@@ -7,7 +7,20 @@ import pytest
 import torch
 
 from moe_ops.core.arch import arch_of_capability
-from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, heuristic, is_legal, most_parts, part_bytes, stream_configs
+from moe_ops.gemm.dense_config import (
+    DenseGemmConfig,
+    DenseGemmProblem,
+    boxes,
+    heuristic,
+    in_pairs,
+    is_legal,
+    most_parts,
+    part_bytes,
+    shared_bytes,
+    steps_ahead,
+    steps_in_flight,
+    stream_configs,
+)
 from moe_ops.gemm.dense_kernel import add_parts
 
 HOPPER = replace(arch_of_capability(90), sms=132)
@@ -46,14 +59,19 @@ def test_parts_are_added_in_the_order_of_k(tile, programs, device):
     assert part.numel() * 4 == part_bytes(cfg, m, n, k)
     bias, residual = torch.randn(n, generator=g), torch.randn(m, n, generator=g).bfloat16()
     expected = torch.full((m, n), 7.0)
-    for tile_i in range(-(-n // tile[1])):
-        columns = slice(tile_i * tile[1], min(n, (tile_i + 1) * tile[1]))
+    tiles, (wide, narrow) = -(-n // tile[1]), boxes(tile[1])
+    for tile_i in range(tiles):
+        # a tile's first box, then its second, which lies behind all first ones
+        columns = torch.tensor(
+            [*range(tile_i * wide, (tile_i + 1) * wide), *range(tiles * wide + tile_i * narrow, tiles * wide + (tile_i + 1) * narrow)]
+        )
+        inside, columns = columns < n, columns[columns < n]
         mine = [(p, first) for p, t, first, last in shares(n, k, cfg) if t == tile_i]
         if len(mine) > 1:
             total = 0
             for p, first in mine:
-                values = torch.randn(m, columns.stop - columns.start, generator=g)
-                part[2 * p + (first == 0), :m, : values.shape[1]] = values
+                values = torch.randn(m, len(columns), generator=g)
+                part[2 * p + (first == 0), :m, inside] = values
                 total = total + values
             expected[:, columns] = total + bias[columns] + residual[:, columns].float()
     out = torch.full((m, n + 5), 7.0, device=device)
@@ -106,3 +124,30 @@ def test_choice(n, k):
     assert not stream_configs(replace(problem, n=0, rows=3), HOPPER) and not heuristic(replace(problem, n=0, rows=0), HOPPER).programs
     assert heuristic(replace(problem, rows=17), HOPPER) == heuristic(replace(problem, rows=32), HOPPER)
     assert all(is_legal(c, replace(problem, rows=64), HOPPER) is None for c in stream_configs(replace(problem, rows=64), HOPPER))
+
+
+@pytest.mark.parametrize("n,k,pairs", [(4096, 8192, True), (1536, 7168, True), (2112, 7168, True), (576, 7168, False), (7168, 16384, False)])
+def test_programs_that_exchange_sums(n, k, pairs):
+    """A slot of 64 rows for each program, which all run at once; not on a small slice of a GPU."""
+    problem = DenseGemmProblem(128, 1, n, k, "fp8_block", aligned=True)
+    cfg = heuristic(problem, HOPPER)
+    assert in_pairs(cfg, n) == pairs
+    if pairs:
+        assert cfg.programs <= HOPPER.sms and part_bytes(cfg, 128, n, k) == cfg.programs * 64 * cfg.block_n * 4
+        assert "must all find an SM" in is_legal(cfg, problem, replace(HOPPER, sms=cfg.programs - 1))
+        assert shared_bytes(cfg, problem) < shared_bytes(replace(cfg, programs=cfg.programs - 1), problem)
+    assert not any(in_pairs(c, n) for c in stream_configs(replace(problem, rows=64), HOPPER) + stream_configs(problem, replace(HOPPER, sms=48)))
+
+
+def test_steps_asked_for():
+    """At least as many as hide the memory, at most what the ring holds; fewer where many rows and a long K let programs starve each other."""
+    for rows in (1, 16, 32, 64, 128):
+        for n, k in ((18432, 7168), (7168, 16384), (24576, 1536), (9216, 4096), (4096, 8192)):
+            for cfg in stream_configs(DenseGemmProblem(rows, 1, n, k, "fp8_block", aligned=True), HOPPER):
+                assert (3 if cfg.block_m == 128 else 4) <= steps_in_flight(cfg, k) or steps_in_flight(cfg, k) == cfg.stages
+                assert 0 <= steps_ahead(cfg) <= max(cfg.stages, 4) and (rows > 32 or steps_in_flight(cfg, k) == cfg.stages)
+    up, o = (
+        heuristic(DenseGemmProblem(128, 1, 18432, 7168, "fp8_block", aligned=True), HOPPER),
+        heuristic(DenseGemmProblem(64, 1, 7168, 16384, "fp8_block", aligned=True), HOPPER),
+    )
+    assert (steps_in_flight(up, 7168), steps_in_flight(o, 16384), steps_in_flight(o, 1536)) == (3, 8, o.stages)

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from moe_ops import dense_gemm, quantize, quantize_weight
+from moe_ops.core import zeroed
 from moe_ops.core.arch import arch_of
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.dense import dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
-from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, is_legal, most_parts, part_bytes
+from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, in_pairs, is_legal, most_parts, part_bytes, steps_in_flight
 
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
@@ -42,7 +43,7 @@ def run(args, cfg, bias=None, residual=None, dtype=torch.float32):
 def test_every_tile_and_cut(tile, programs):
     """SPLITK, TAIL: whole tiles, halves, tiles among many programs; N off the tile, K off the block; bias and residual once.
 
-    Boxes of 128 columns that span two blocks of weight scales, the second box in either of them.
+    A tile's second box lies behind all first ones: inside N, across its end, and beyond it.
     """
     for m, n, k in ((tile[0] - 3, 576, 640), (1, 200, 400), (tile[0], 512, 1536)):
         cfg = config(tile, programs)
@@ -70,6 +71,69 @@ def test_ring_of_any_depth(tile, stages):
         assert relative_error(run(args, config(tile, 1, stages)), ref) <= 5e-4
 
 
+@pytest.mark.parametrize(
+    "n,k,width", [(4096, 8192, 64), (2112, 7168, 32), (200, 400, 32), (512, 256, 64), (576, 640, 64), (40, 384, 32), (203, 400, 64)]
+)
+def test_programs_that_exchange_sums(n, k, width):
+    """SPLITK, TAIL, GRAPH: halves of K, of one step too; one half of the rows, or none of it; the same bits each time, and words left at zero."""
+    cfg = config((128, width), 2 * -(-n // width), 8)
+    assert in_pairs(cfg, n) and is_legal(cfg, DenseGemmProblem(128, 1, n, k, "fp8_block", aligned=True), arch_of(torch.device("cuda"))) is None
+    for m in (128, 101, 64, 3):
+        args, bias, residual = operands(m, n, k), torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+        for more in ((None, None), (bias, residual)):
+            want = dense_gemm_ref(*args, *more, "fp8_block", "given", torch.float32)
+            out = run(args, cfg, *more)
+            assert relative_error(out, want) <= 5e-4, (m, more)
+            assert all(torch.equal(out, run(args, cfg, *more)) for _ in range(20))
+            assert relative_error(run(args, cfg, *more, dtype=torch.bfloat16), want) <= 3e-3
+    work = torch.full((part_bytes(cfg, m, n, k),), 0xFF, dtype=torch.uint8, device="cuda")
+    out, graph = torch.full((m, n), float("nan"), device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense_gemm_into(*args, None, None, "fp8_block", "given", out, work, cfg.ints())
+    for seed in (5, 6):
+        fresh = operands(m, n, k, seed)
+        for mine, other in zip(args, fresh, strict=True):
+            mine.copy_(other)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, run(fresh, cfg))
+    assert all(not kept.any() for kept in zeroed._kept)
+
+
+def test_pairs_of_two_streams_at_once():
+    """Programs that wait for their neighbours end, whatever else runs: such kernels of two streams at once, and others that hold SMs."""
+    n, k = 4096, 4096
+    cfg, args = config((128, 64), 128, 8), [operands(128, n, k, seed) for seed in (1, 2)]
+    other, held = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    want = [run(a, cfg, dtype=torch.bfloat16) for a in args]
+    work = [torch.full((part_bytes(cfg, 128, n, k),), 0xFF, dtype=torch.uint8, device="cuda") for _ in args]
+    outs = [[torch.empty(128, n, device="cuda", dtype=torch.bfloat16) for _ in range(100)] for _ in args]
+    streams = [torch.cuda.Stream() for _ in args]
+    torch.cuda.synchronize()
+    for i in range(100):
+        with torch.cuda.stream(other):
+            held @ held
+        for a, w, out, stream in zip(args, work, outs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                dense_gemm_into(*a, None, None, "fp8_block", "given", out[i], w, cfg.ints())
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, right) for out, right in zip(outs, want, strict=True) for one in out)
+
+
+@pytest.mark.parametrize("tile,stages", [((128, 128), 6), ((128, 144), 6), ((128, 192), 5), ((64, 64), 12), ((64, 144), 6)], ids=str)
+def test_fewer_steps_in_flight_than_slots(tile, stages):
+    """Producers that wait for earlier steps to come, over several tiles a program, whole and cut."""
+    n, k = 7 * tile[1] - 40, 6400
+    for programs in (1, 2, 7, 11):
+        cfg = config(tile, programs, stages)
+        reason = is_legal(cfg, DenseGemmProblem(tile[0] - 5, 1, n, k, "fp8_block", aligned=True), arch_of(torch.device("cuda")))
+        assert reason is None or (programs in (2, 11) and "must each fall to one program" in reason)
+        if reason is None:
+            assert steps_in_flight(cfg, k) < stages
+            args = operands(tile[0] - 5, n, k)
+            assert relative_error(run(args, cfg), dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)) <= 5e-4, programs
+
+
 def test_most_parts_is_enough():
     """No tile has more parts than the second kernel adds."""
     for n, k in ((576, 7168), (1536, 7168), (9216, 4096), (64, 128)):
@@ -82,7 +146,19 @@ def test_most_parts_is_enough():
                 assert parts <= most_parts(cfg, n, k), (n, k, width, programs)
 
 
-@pytest.mark.parametrize("m,n,k", [(17, 576, 7168), (40, 576, 7168), (100, 576, 7168), (64, 18432, 1024), (128, 18432, 1024), (64, 9216, 1024)])
+@pytest.mark.parametrize(
+    "m,n,k",
+    [
+        (17, 576, 7168),
+        (40, 576, 7168),
+        (100, 576, 7168),
+        (128, 2112, 7168),
+        (90, 4096, 8192),
+        (64, 18432, 1024),
+        (128, 18432, 1024),
+        (64, 9216, 1024),
+    ],
+)
 def test_early_start_gives_the_same_bits(m, n, k):
     """The activation is quantized by the kernel before it, whose end it does not await to ask for weights."""
     x, w = uneven((m, k), seed=3).cuda(), quantize_weight(uneven((n, k), seed=4).cuda(), "fp8_block")

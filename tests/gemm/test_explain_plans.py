@@ -7,7 +7,8 @@ import pytest
 from moe_ops import explain
 from moe_ops.core.arch import arch_of_capability
 from moe_ops.gemm import dense_impls, grouped_impls
-from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic, roles_reason
+from moe_ops.gemm.dense_config import DenseGemmProblem, heuristic
+from moe_ops.gemm.dense_roles import roles_reason
 from moe_ops.gemm.grouped_config import GroupedGemmProblem, hopper_kernel, stream_tile
 
 HOPPER = arch_of_capability(90)
