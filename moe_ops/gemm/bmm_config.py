@@ -45,9 +45,9 @@ def hopper_consumers(tokens: int, k: int, dtype: torch.dtype, rule: str, out_dty
 
     Each of three has 160 registers a thread where each of two has 232, and fewer slots (`hopper_slots`). H200, 2026-11-30, Triton 3.6, 128 heads,
     bf16 out, us of three and of two at 128, 256 and 512 tokens: K = 512, N = 128 "fp32" 11.7 and 12.4, 17.9 and 19.1, 28.7 and 30.2; "given" 9.3 and
-    9.2, 13.3 and 14.0, 19.6 and 22.0; "folded" 11.1 and 12.2, 17.0 and 18.2, 26.4 and 28.7 (with 16 bytes a thread spilled outside of the steps).
-    K = 128, N = 512 "fp32" 10.7 and 10.5, 16.0 and 15.5, 26.6 and 26.1. Three that quantize float16 spill 172 bytes a thread, three whose weights
-    do not stay 8, three with K = 256 16.
+    9.2, 13.3 and 14.0, 19.6 and 22.0 (before its scales came through the ring); "folded" 11.1 and 12.2, 17.0 and 18.2, 26.4 and 28.7 (with 16 bytes a
+    thread spilled outside of the steps). K = 128, N = 512 "fp32" 10.7 and 10.5, 16.0 and 15.5, 26.6 and 26.1. Three that quantize float16 spill 172
+    bytes a thread, three whose weights do not stay 8, three with K = 256 16.
     """
     if not 256 < k <= 128 * W_SLOTS or out_dtype.itemsize > 2:
         return 2
@@ -60,7 +60,7 @@ def hopper_rows(tokens: int, k: int, dtype: torch.dtype, rule: str, out_dtype: t
 
 
 def hopper_slots(rows: int, a_bytes: int, out_bytes: int) -> int:
-    """Slots of each ring of activations: beyond 64 rows as many as fit beside the weights, the results on their way out and the barriers."""
+    """Slots of each ring of activations and scales: beyond 64 rows as many as fit beside the weights, results on their way out and barriers."""
     if rows == 64:
         return A_SLOTS
     return (227 * 1024 - 2048 - W_SLOTS * 16384 - rows * 128 * out_bytes) // (rows * (128 * a_bytes + (4 if a_bytes == 1 else 0)))
