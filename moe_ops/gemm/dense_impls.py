@@ -16,6 +16,7 @@ from moe_ops.gemm.dense_config import (
     DenseGemmConfig,
     DenseGemmProblem,
     heuristic,
+    in_pairs,
     quantizes_inside,
 )
 from moe_ops.gemm.dense_roles import ROLES_ROWS, roles_reason
@@ -46,7 +47,8 @@ def gluon_reason(problem: DenseGemmProblem, arch: Arch) -> str | None:
 def config_words(config: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> str:
     """Why the heuristic takes `config` for `problem`, in a few words."""
     if config.programs:
-        return f"at most {MOST_ROWS} quantized rows on SM90; {config.programs} programs by the estimate of its time"
+        pairs = ", two of each tile, which exchange their sums" if in_pairs(config, problem.n) else ""
+        return f"at most {MOST_ROWS} quantized rows on SM90; {config.programs} programs by the estimate of its time{pairs}"
     split = f"; K in {config.split} parts by the estimate of its time" if config.split > 1 else ""
     against = gluon_reason(problem, arch) or "no config of the Gluon kernel fits"
     if problem.rows > ROLES_ROWS and problem.fmt == "fp8_block" and arch.has_wgmma and problem.aligned:

@@ -54,6 +54,7 @@ HEADS = dict(op="bmm", n=512, k=128, groups=128, unquantized=True)
             ["Gluon kernel with warp roles, 128 rows x 256", "with a residual, or an out off the 16-byte grid, Triton", "2048 rows, more than 16"],
         ),
         (LINEAR, "sm90", ["at most 128 quantized rows on SM90; 72 programs by the estimate of its time"]),
+        ({**LINEAR, "rows": 100}, "sm90", ["96 programs by the estimate of its time, two of each tile, which exchange their sums"]),
         ({**LINEAR, "format": "plain"}, "sm90", ["the Gluon kernel takes fp8_block"]),
         ({**LINEAR, "k": 7176}, "sm90", ["the Gluon kernel wants K % 16 == 0"]),
         (LINEAR, "sm120", ["the Gluon kernel is for SM90"]),
