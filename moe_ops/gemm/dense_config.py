@@ -51,7 +51,8 @@ class DenseGemmConfig:
         split: parts of K, each of whole 128s, computed by programs of their own; their fp32 partials are added in a fixed order.
         swap: weights as the first operand of the tensor-core instruction (its M dimension): for few rows.
         programs: 0 for the plain Triton kernel; else the Gluon kernel of dense_stream.py with this many programs, which share all steps
-            along K of all tiles evenly (split is 1 then, block_m holds all rows).
+            along K of all tiles evenly (split is 1 then, block_m holds all rows). Two of each tile of 128 x 32 or 128 x 64 wait for one
+            another and may be no more than the SMs.
     """
 
     block_m: int

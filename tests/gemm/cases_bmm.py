@@ -54,6 +54,7 @@ COMPILE_CASES += [
         (512, 128, 2048, "fp32", torch.bfloat16, torch.bfloat16, 0),
     )
 ]
+COMPILE_CASES += [(f"bmm given tokens=64 N={n} K={k}", _call("fp8_block", 64, "given", n, k), (90,)) for n, k in ((128, 512), (512, 128))]
 # one step, more steps than slots, blocks in both directions
 COMPILE_CASES += [
     (f"bmm tokens={tokens} N={n} K={k}", _call("fp8_block", tokens, "fp32", n, k), (90,))

@@ -44,13 +44,13 @@ def shares(n, k, cfg):
     "tile,programs",
     [
         *itertools.product([(16, 64), (32, 128), (64, 128)], [2, 4, 7, 11, 30]),
-        *itertools.product([(64, 32), (128, 96)], [4, 7, 11, 30]),  # two programs would have whole tiles
+        *itertools.product([(64, 32), (128, 96), (128, 192)], [4, 7, 11, 30]),  # two programs would have whole tiles
     ],
     ids=str,
 )
 def test_parts_are_added_in_the_order_of_k(tile, programs, device):
     """SPLITK: cut tiles get the sum of their parts, bias and residual once; whole tiles and slots that nobody wrote are left alone."""
-    m, n, k = tile[0] - 3, 576, 1024
+    m, n, k = tile[0] - 3, 571 if tile[1] % 96 == 0 else 576, 1024  # 571 ends inside a second box
     programs = min(programs, 8 * -(-n // tile[1]))  # a step each, at least
     cfg = DenseGemmConfig(*tile, 128, 4, 4, 1, tile[0] <= 32, programs)
     assert most_parts(cfg, n, k) > 1
@@ -92,6 +92,7 @@ def test_parts_are_added_in_the_order_of_k(tile, programs, device):
         ({"block_m": 128, "block_n": 96, "stages": 7}, {}, None),
         ({"block_m": 128, "block_n": 64, "stages": 7}, {}, "must be even"),
         ({"programs": 10**6}, {}, "programs between 1 and"),
+        ({"block_m": 128, "block_n": 32, "stages": 8, "programs": 256}, {"n": 4096, "k": 8192}, "must all find an SM"),
         ({"split": 2}, {}, "split 1"),
         ({"stages": 10}, {}, "shared memory"),
         ({}, {"fmt": "mxfp8"}, "fp8_block operands"),
