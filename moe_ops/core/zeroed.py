@@ -20,6 +20,7 @@ SECTOR_WORDS = 8
 _lock = threading.Lock()
 _chunks: dict[torch.device, tuple[torch.Tensor, int]] = {}  # the current chunk, and how much of it is taken
 _streams: dict[tuple[torch.device, int], torch.Tensor] = {}
+_shared: dict[tuple[torch.device, int], torch.Tensor] = {}
 _kept: list[torch.Tensor] = []  # chunks live as long as the process: graphs hold addresses in them
 
 
@@ -46,7 +47,7 @@ def zeroed_words(device: torch.device, words: int) -> torch.Tensor:
     if known is None or _chunks[device][1] > CHUNK_WORDS // 2:
         with _lock:
             if device not in _chunks or _chunks[device][1] > CHUNK_WORDS // 2:
-                chunk = _chunk(device)
+                chunk = _chunk(device, CHUNK_WORDS)
                 _kept.append(chunk)
                 _chunks[device] = (chunk, 0)
             known = _streams.get(key)
@@ -57,18 +58,36 @@ def zeroed_words(device: torch.device, words: int) -> torch.Tensor:
     return known[:words]
 
 
-def _chunk(device: torch.device) -> torch.Tensor:
-    """CHUNK_WORDS zeros, in no graph's memory.
+def shared_words(device: torch.device, words: int) -> torch.Tensor:
+    """(words,) int32 that were zero once, the same ones for all streams and graphs of a device: programs claim parts of them by atomics.
+
+    Allocates the first time for a device, and under capture as `zeroed_words` does.
+    """
+    if device.type != "cuda":
+        return torch.zeros(words, dtype=torch.int32, device=device)
+    known = _shared.get((device, words))
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(words, dtype=torch.int32, device=device)
+        with _lock:
+            known = _shared.get((device, words))
+            if known is None:
+                known = _shared[device, words] = _chunk(device, words)
+    return known
+
+
+def _chunk(device: torch.device, words: int) -> torch.Tensor:
+    """Zeros in no graph's memory.
 
     A thread of its own allocates: `torch.compile(mode="reduce-overhead")` warms up with its thread's allocations led into a graph's pool, and
     refuses what stays alive there.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_zeros, device).result()
+        return thread.submit(_zeros, device, words).result()
 
 
-def _zeros(device: torch.device) -> torch.Tensor:
-    chunk = torch.zeros(CHUNK_WORDS, dtype=torch.int32, device=device)
+def _zeros(device: torch.device, words: int) -> torch.Tensor:
+    chunk = torch.zeros(words, dtype=torch.int32, device=device)
     torch.cuda.current_stream(device).synchronize()  # every stream takes from it
     return chunk
 

@@ -23,12 +23,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import as_e4m3
 from moe_ops.core.launch import launch
 from moe_ops.core.zeroed import zeroed_words
 from moe_ops.gemm import dense_config
 from moe_ops.gemm.dense_config import DenseGemmConfig, boxes, fits_twice, in_pairs, steps_ahead, steps_in_flight
-from moe_ops.gemm.dense_exchange_kernel import received, send
+from moe_ops.gemm.dense_exchange_kernel import claim, received, send, slots, tell, told
 from moe_ops.gemm.dense_kernel import add_parts
 from moe_ops.gemm.dense_products_kernel import products, wide_products
 from moe_ops.gemm.gluon_compat import as_words, cp_async, gdc_launch_dependents, gdc_wait, prefetch_l2, thread_barrier, tma_load, wide_rows
@@ -83,7 +84,7 @@ def _producer(
 
 @gluon.jit
 def _scale_producer(
-    sa_ptr, sw_ptr, rows, stride_sam, stride_sak, sa_bufs, sw_bufs, full, empty,
+    sa_ptr, sw_ptr, words_ptr, rows, stride_sam, stride_sak, sa_bufs, sw_bufs, full, empty, there, there_known,
     N: gl.constexpr, KB: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
     WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -105,6 +106,10 @@ def _scale_producer(
         cp_async(sw_bufs.index(slot), sw_ptr + scale_row.to(gl.int64) * KB + kb)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
     async_copy.wait_group(0)
+    if words_ptr is not None:
+        there.store(told(words_ptr) + word * 0)
+        thread_barrier()
+        mbarrier.arrive(there_known)
 
 
 @gluon.jit
@@ -139,11 +144,40 @@ def _finish(
 
 
 @gluon.jit
+def _exchange(
+    WG: gl.constexpr, acc_a, acc_c, a_bufs, sums_full, sums_empty, slot, there, there_known, slots_ptr, bias_ptr, residual_ptr, out_ptr,
+    n0, rows, stride_rm, stride_om, N: gl.constexpr, W: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """One tile in two halves of K. The warpgroups give each other their sums of 64 rows; WG 1 sends its ones away, WG 0 receives and finishes."""
+    first = gl.program_id(0) % 2 == 0
+    kept = gl.where(first, acc_a, acc_c)
+    sent = gl.where(first, acc_c, acc_a)
+    # slots of one's own steps, in which no load can be under way any more
+    theirs = as_words(a_bufs.index(1 - WG), 64, 64, gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])).slice(0, W, dim=1)
+    mine = as_words(a_bufs.index(WG), 64, 64, gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])).slice(0, W, dim=1)
+    thread_barrier()
+    mine.store((sent if WG == 0 else kept).to(gl.int32, bitcast=True))
+    thread_barrier()
+    if WG == 1:
+        mbarrier.arrive(sums_full)
+        mbarrier.wait(sums_empty, 0)
+        mbarrier.wait(there_known, 0)
+        to = gl.max(there.load(gl.SliceLayout(0, mma)), 0)
+        send(sent + theirs.load(mma).to(gl.float32, bitcast=True), to, slots_ptr, W)
+    else:
+        mbarrier.arrive(sums_empty)
+        mbarrier.wait(sums_full, 0)
+        kept = received(kept + theirs.load(mma).to(gl.float32, bitcast=True), slot, slots_ptr, W)
+        r0 = gl.where(first, 0, 64)
+        _finish(kept, bias_ptr, residual_ptr, out_ptr, None, True, 0, n0, rows, stride_rm, stride_om, N, W, 128, r0, 0, False)
+
+
+@gluon.jit
 def _consumer(
-    WG: gl.constexpr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, words_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, sums_a, sums_b,
-    full, empty, order, sums_full, sums_empty, rows, stride_rm, stride_om, zero,
+    WG: gl.constexpr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, slots_ptr, words_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs,
+    sums_a, sums_b, full, empty, order, sums_full, sums_empty, there, there_known, rows, stride_rm, stride_om, zero,
     N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    WHOLE: gl.constexpr, PAIRS: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     SWAP: gl.constexpr = T <= 32
     W: gl.constexpr = WA + WB
@@ -165,89 +199,84 @@ def _consumer(
         gdc_wait()
         if WG == 0:
             gdc_launch_dependents()
-    s = start
-    j = 0
-    while s < end:
-        kb = s % KB
-        n0 = s // KB * WA
-        n1 = TILES * WA + s // KB * WB
-        steps = gl.minimum(KB - kb, end - s)
-        skip = 0 if BY_ROWS else (s - start + WG) % 2
-        if W > AT_ONCE_WIDTH:
-            acc_a, acc_b = wide_products(wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, full, empty, s - start, steps, WA, WB, A0, STAGES, mma_a, mma_b)
-        else:
-            acc_a, acc_b, acc_c, acc_d = products(
-                wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, full, empty, order, zero != 0, s - start + skip, steps - skip,
-                WG, TURN, WA, WB, T, A0, STAGES, mma_a, mma_b,
-            )  # fmt: skip
-        if PAIRS:  # one tile: each warpgroup gets the other's sums of half of the rows, WG 0 of those that are finished here
-            first = gl.program_id(0) % 2 == 0
-            kept = gl.where(first, acc_a, acc_c)
-            sent = gl.where(first, acc_c, acc_a)
-            # slots of one's own steps, in which no load can be under way any more
-            theirs = as_words(a_bufs.index(1 - WG), 64, 64, gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])).slice(0, WA, dim=1)
-            mine = as_words(a_bufs.index(WG), 64, 64, gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])).slice(0, WA, dim=1)
-            thread_barrier()
-            if WG == 1:
-                mine.store(kept.to(gl.int32, bitcast=True))
-                thread_barrier()
-                mbarrier.arrive(sums_full)
-                mbarrier.wait(sums_empty, 0)
-                send(sent + theirs.load(mma_a).to(gl.float32, bitcast=True), part_ptr, words_ptr, W)
+    slot = 0
+    if PAIRS and WG == 0:
+        slot = claim(slots_ptr, SLOTS)
+        tell(slot, words_ptr)
+    if PAIRS:  # without a loop over tiles: what waits for another program within one would cost each step of the main loop instructions
+        acc_a, acc_b, acc_c, acc_d = products(
+            wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, full, empty, order, zero != 0, WG, end - start - WG,
+            WG, TURN, WA, WB, T, A0, STAGES, mma_a, mma_b,
+        )  # fmt: skip
+        n0 = start // KB * WA
+        _exchange(
+            WG, acc_a, acc_c, a_bufs, sums_full, sums_empty, slot, there, there_known, slots_ptr, bias_ptr, residual_ptr, out_ptr,
+            n0, rows, stride_rm, stride_om, N, WA, mma_a,
+        )  # fmt: skip
+    else:
+        s = start
+        j = 0
+        while s < end:
+            kb = s % KB
+            n0 = s // KB * WA
+            n1 = TILES * WA + s // KB * WB
+            steps = gl.minimum(KB - kb, end - s)
+            skip = 0 if BY_ROWS else (s - start + WG) % 2
+            if W > AT_ONCE_WIDTH:
+                acc_a, acc_b = wide_products(
+                    wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, full, empty, s - start, steps, WA, WB, A0, STAGES, mma_a, mma_b
+                )
             else:
-                mine.store(sent.to(gl.int32, bitcast=True))
-                thread_barrier()
-                mbarrier.arrive(sums_empty)
-                mbarrier.wait(sums_full, 0)
-                kept = received(kept + theirs.load(mma_a).to(gl.float32, bitcast=True), part_ptr, words_ptr, W)
-                r0 = gl.where(first, 0, 64)
-                _finish(kept, bias_ptr, residual_ptr, out_ptr, part_ptr, True, 0, n0, rows, stride_rm, stride_om, N, W, T, r0, 0, SWAP)
-        elif not BY_ROWS:
-            if WG == 1:
-                mbarrier.wait(sums_empty, (j & 1) ^ 1)
-                sums_a.index(0).store(acc_a)
-                if WB > 0:
-                    sums_b.index(0).store(acc_b)
-                if BOTH:
-                    sums_a.index(1).store(acc_c)
+                acc_a, acc_b, acc_c, acc_d = products(
+                    wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, full, empty, order, zero != 0, s - start + skip, steps - skip,
+                    WG, TURN, WA, WB, T, A0, STAGES, mma_a, mma_b,
+                )  # fmt: skip
+            if not BY_ROWS:
+                if WG == 1:
+                    mbarrier.wait(sums_empty, (j & 1) ^ 1)
+                    sums_a.index(0).store(acc_a)
                     if WB > 0:
-                        sums_b.index(1).store(acc_d)
-                thread_barrier()
-                mbarrier.arrive(sums_full)
-            else:
-                mbarrier.wait(sums_full, j & 1)
-                acc_a += sums_a.index(0).load(mma_a)
-                if WB > 0:
-                    acc_b += sums_b.index(0).load(mma_b)
-                if BOTH:
-                    acc_c += sums_a.index(1).load(mma_a)
+                        sums_b.index(0).store(acc_b)
+                    if BOTH:
+                        sums_a.index(1).store(acc_c)
+                        if WB > 0:
+                            sums_b.index(1).store(acc_d)
+                    thread_barrier()
+                    mbarrier.arrive(sums_full)
+                else:
+                    mbarrier.wait(sums_full, j & 1)
+                    acc_a += sums_a.index(0).load(mma_a)
                     if WB > 0:
-                        acc_d += sums_b.index(1).load(mma_b)
-                thread_barrier()
-                mbarrier.arrive(sums_empty)
-        if not PAIRS and (BY_ROWS or WG == 0):
-            whole = steps == KB
-            part = 2 * gl.program_id(0) + (kb == 0).to(gl.int32)
-            _finish(acc_a, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, A0, 0, SWAP)
-            if WB > 0:
-                _finish(acc_b, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n1, rows, stride_rm, stride_om, N, W, T, A0, WA, SWAP)
-            if BOTH:
-                _finish(acc_c, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, 64, 0, SWAP)
+                        acc_b += sums_b.index(0).load(mma_b)
+                    if BOTH:
+                        acc_c += sums_a.index(1).load(mma_a)
+                        if WB > 0:
+                            acc_d += sums_b.index(1).load(mma_b)
+                    thread_barrier()
+                    mbarrier.arrive(sums_empty)
+            if BY_ROWS or WG == 0:
+                whole = steps == KB
+                part = 2 * gl.program_id(0) + (kb == 0).to(gl.int32)
+                _finish(acc_a, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, A0, 0, SWAP)
                 if WB > 0:
-                    _finish(acc_d, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n1, rows, stride_rm, stride_om, N, W, T, 64, WA, SWAP)
-        s += steps
-        j += 1
+                    _finish(acc_b, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n1, rows, stride_rm, stride_om, N, W, T, A0, WA, SWAP)
+                if BOTH:
+                    _finish(acc_c, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n0, rows, stride_rm, stride_om, N, W, T, 64, 0, SWAP)
+                    if WB > 0:
+                        _finish(acc_d, bias_ptr, residual_ptr, out_ptr, part_ptr, whole, part, n1, rows, stride_rm, stride_om, N, W, T, 64, WA, SWAP)
+            s += steps
+            j += 1
 
 
 @gluon.jit(do_not_specialize=["rows", "stride_sam", "stride_sak", "zero"])
 def _dense_stream_kernel(
-    a_desc, sa_ptr, w_ptr, wa_desc, wb_desc, sw_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, words_ptr,
+    a_desc, sa_ptr, w_ptr, wa_desc, wb_desc, sw_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, slots_ptr, words_ptr,
     rows, stride_sam, stride_sak, stride_rm, stride_om, zero,
     N: gl.constexpr, K: gl.constexpr, WA: gl.constexpr, WB: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    PAIRS: gl.constexpr, FLIGHT: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr, PDL: gl.constexpr,
+    PAIRS: gl.constexpr, SLOTS: gl.constexpr, FLIGHT: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`part_ptr`: fp32 (2 * programs, T, WA + WB), None where every tile falls to one program, or with PAIRS (programs, 64, WA + WB), and `words_ptr`
-    a zero for each program. `zero` is 0: wgmma overwrites in place.
+    """`part_ptr`: fp32 (2 * programs, T, WA + WB), or None where no second kernel adds. With PAIRS: `slots_ptr`, SLOTS slots of
+    dense_exchange_kernel.py, and `words_ptr`, a zero for each program. `zero` is 0: wgmma overwrites in place.
     """
     KB: gl.constexpr = (K + 127) // 128
     TILES: gl.constexpr = (N + WA + WB - 1) // (WA + WB)
@@ -269,6 +298,8 @@ def _dense_stream_kernel(
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     sums_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     sums_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    there_known = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int32, [4], flat)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33)  # the expected bytes, and each lane's copies
         mbarrier.init(empty.index(i), count=2 if BY_ROWS else 1)
@@ -276,17 +307,18 @@ def _dense_stream_kernel(
     mbarrier.init(order.index(0), count=1)
     mbarrier.init(order.index(1), count=1)
     mbarrier.init(sums_empty, count=1)
+    mbarrier.init(there_known, count=1)
     gl.warp_specialize(
         [
-            (_consumer, (0, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, words_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, sums_a, sums_b,
-                         full, empty, order, sums_full, sums_empty, rows, stride_rm, stride_om, zero,
-                         N, K, TILES, WA, WB, T, STAGES, WHOLE, PAIRS, AHEAD, PDL)),
-            (_consumer, (1, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, words_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs, sums_a, sums_b,
-                         full, empty, order, sums_full, sums_empty, rows, stride_rm, stride_om, zero,
-                         N, K, TILES, WA, WB, T, STAGES, WHOLE, PAIRS, AHEAD, PDL)),
+            (_consumer, (0, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, slots_ptr, words_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs,
+                         sums_a, sums_b, full, empty, order, sums_full, sums_empty, there, there_known, rows, stride_rm, stride_om, zero,
+                         N, K, TILES, WA, WB, T, STAGES, WHOLE, PAIRS, SLOTS, AHEAD, PDL)),
+            (_consumer, (1, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, slots_ptr, words_ptr, wa_bufs, wb_bufs, a_bufs, sa_bufs, sw_bufs,
+                         sums_a, sums_b, full, empty, order, sums_full, sums_empty, there, there_known, rows, stride_rm, stride_om, zero,
+                         N, K, TILES, WA, WB, T, STAGES, WHOLE, PAIRS, SLOTS, AHEAD, PDL)),
             (_producer, (a_desc, wa_desc, wb_desc, wa_bufs, wb_bufs, a_bufs, full, empty,
                          KB, TILES, WA, WB, T, STAGES, WHOLE, FLIGHT, EARLY, PDL)),
-            (_scale_producer, (sa_ptr, sw_ptr, rows, stride_sam, stride_sak, sa_bufs, sw_bufs, full, empty,
+            (_scale_producer, (sa_ptr, sw_ptr, words_ptr, rows, stride_sam, stride_sak, sa_bufs, sw_bufs, full, empty, there, there_known,
                                N, KB, TILES, WA, WB, T, STAGES, WHOLE, PDL)),
         ],
         [4, 1, 1],
@@ -301,13 +333,13 @@ def launch_dense_stream(
     op: str, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, part: torch.Tensor | None, cfg: DenseGemmConfig, early: bool = False,
 ) -> None:  # fmt: skip
-    """Launch on given buffers; allocates nothing, but once for a process `zeroed_words`.
+    """Launch on given buffers; allocates nothing, but once for a process `zeroed_words` and `dense_exchange_kernel.slots`.
 
     Args:
         a: (M, K) e4m3 bits, rows on 16-byte boundaries; M at most `cfg.block_m`.
         a_scale: (M, K / 128), any strides.
         w: (N, K) contiguous; w_scale: contiguous.
-        part: contiguous fp32 of `dense_config.part_bytes`, or None where no tile is cut.
+        part: contiguous fp32 of `dense_config.part_bytes`, or None where those are 0.
         early: the predecessor on the stream is one of this package's kernels and did not write w: the weights are asked for before it ends.
     """
     (rows, k), n = a.shape, w.shape[0]
@@ -318,15 +350,15 @@ def launch_dense_stream(
     first, second = boxes(tile_w)
     wa_desc = TensorDescriptor(as_e4m3(w), [n, k], [k, 1], [first, 128], _BOX)
     wb_desc = TensorDescriptor(as_e4m3(w), [n, k], [k, 1], [second, 128], _BOX) if second else None
-    small, pairs = fits_twice(cfg), part is not None and in_pairs(cfg, n)
-    words = zeroed_words(a.device, cfg.programs) if pairs else None
+    small, pairs, sms = fits_twice(cfg), in_pairs(cfg, n), arch_of(a.device).sms
+    between = (slots(a.device, sms, cfg.block_n), zeroed_words(a.device, cfg.programs)) if pairs else (None, None)
     launch(
         op, _dense_stream_kernel, (cfg.programs,),
-        a_desc, a_scale, as_e4m3(w), wa_desc, wb_desc, w_scale, bias, residual, out, part, words,
+        a_desc, a_scale, as_e4m3(w), wa_desc, wb_desc, w_scale, bias, residual, out, part, *between,
         rows, *a_scale.stride(), stride_rm, out.stride(0), 0,
-        N=n, K=k, WA=first, WB=second, T=tile_t, STAGES=cfg.stages, WHOLE=part is None, PAIRS=pairs,
+        N=n, K=k, WA=first, WB=second, T=tile_t, STAGES=cfg.stages, WHOLE=part is None and not pairs, PAIRS=pairs, SLOTS=sms if pairs else 0,
         FLIGHT=steps_in_flight(cfg, k), EARLY=early, AHEAD=0 if early else steps_ahead(cfg),
         REGS=96 if small else 232, num_warps=4, maxnreg=80 if small else 168, enable_fp_fusion=True,
     )  # fmt: skip
-    if part is not None and not pairs:
+    if part is not None:
         add_parts(op, part, bias, residual, out, k, cfg)

@@ -9,7 +9,7 @@ import torch
 
 from moe_ops.core import zeroed
 from moe_ops.core.arch import arch_of
-from moe_ops.core.zeroed import SECTOR_WORDS, STREAM_WORDS, zeroed_words
+from moe_ops.core.zeroed import SECTOR_WORDS, STREAM_WORDS, shared_words, zeroed_words
 
 CUDA = torch.device("cuda", 0)
 
@@ -31,7 +31,7 @@ def fake(monkeypatch):
         current_stream=lambda device: types.SimpleNamespace(cuda_stream=state.stream, synchronize=wait),
     )
     monkeypatch.setattr(zeroed, "torch", types.SimpleNamespace(cuda=cuda, zeros=zeros, int32=torch.int32))
-    for name, empty in (("_chunks", {}), ("_streams", {}), ("_kept", [])):
+    for name, empty in (("_chunks", {}), ("_streams", {}), ("_shared", {}), ("_kept", [])):
         monkeypatch.setattr(zeroed, name, empty)
     return state
 
@@ -84,6 +84,24 @@ def test_a_capture_without_room_brings_its_own_zeros(fake, monkeypatch):
     assert len(fake.made) == 4 and not places(fresh) & (places(last) | places(eager)) and len(zeroed._kept) == 2
     fake.stream = 7
     assert zeroed_words(CUDA, 1).data_ptr() == eager.data_ptr()
+
+
+def test_shared_words_are_the_same_for_all_streams_and_graphs(fake):
+    """GRAPH: but those of a graph that is captured before any other launch are its own, and nobody remembers them."""
+    fake.capturing = True
+    own = shared_words(CUDA, 100)
+    assert own.tolist() == [0] * 100 and not zeroed._shared and fake.waits == 0
+    fake.capturing = False
+    first = shared_words(CUDA, 100)
+    assert first.tolist() == [0] * 100 and not places(own) & places(first) and fake.waits == 1
+    for fake.capturing, fake.stream in ((False, 8), (True, 8), (True, 7)):
+        assert shared_words(CUDA, 100).data_ptr() == first.data_ptr()
+    fake.capturing = False
+    others = shared_words(CUDA, 99), shared_words(torch.device("cuda", 1), 100), zeroed_words(CUDA, STREAM_WORDS)
+    assert not any(places(t) & places(first) for t in others) and len(fake.made) == 5
+    with ThreadPoolExecutor(8) as pool:
+        assert len({t.data_ptr() for t in pool.map(lambda _: shared_words(CUDA, 98), range(8))}) == 1
+    assert shared_words(torch.device("cpu"), 2).tolist() == [0, 0]
 
 
 def test_threads_at_once_share_no_words(fake, monkeypatch):

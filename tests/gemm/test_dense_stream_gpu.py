@@ -9,6 +9,7 @@ from moe_ops.core.arch import arch_of
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.dense import dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
 from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, in_pairs, is_legal, most_parts, part_bytes, steps_in_flight
+from moe_ops.gemm.dense_exchange_kernel import HEAD_WORDS, slots
 
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
@@ -97,7 +98,73 @@ def test_programs_that_exchange_sums(n, k, width):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, run(fresh, cfg))
-    assert all(not kept.any() for kept in zeroed._kept)
+    assert all(not kept.any() for kept in zeroed._kept) and not any((s[: HEAD_WORDS.value] == -1).any() for s in zeroed._shared.values())
+
+
+def shared(cfg):
+    """The slots of this GPU for a config: first a word for each, then what they hold."""
+    sms = arch_of(torch.device("cuda")).sms
+    return slots(torch.device("cuda", torch.cuda.current_device()), sms, cfg.block_n)[: HEAD_WORDS.value], sms
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_slots_that_others_have_and_numbers_that_start_again(width):
+    """SPLITK: a program passes over slots that are taken; numbers of launches wrap around, and what a slot holds from before is not taken for new."""
+    n, k = 4 * width, 1024
+    cfg, args = config((128, width), 8, 8), operands(128, n, k)
+    want, (head, sms) = run(args, cfg), shared(cfg)
+    fresh = operands(128, n, k, seed=5)
+    for free in (range(8), range(sms - 8, sms), range(0, sms, sms // 9)):
+        head[:sms] = -1
+        head[list(free)] = 7
+        for _ in range(3):
+            assert torch.equal(run(args, cfg), want) and not torch.equal(run(fresh, cfg), want)
+        assert (head[:sms] == -1).sum() == sms - len(free) and head[list(free)].max() > 7
+    head[:sms] = (1 << 22) - 3
+    for _ in range(40):
+        assert torch.equal(run(args, cfg), want) and not torch.equal(run(fresh, cfg), want)
+    assert (head[:sms] >= 0).all() and head[:sms].min() < 100
+    head[:sms] = 0
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_a_row_has_its_bits_in_either_half(width):
+    """SPLITK: rows of zeros, of NaN and equal rows, in the half that is finished here and in the other one; the residual in place."""
+    n, k = 512, 2048
+    cfg, args = config((128, width), 2 * n // width, 8), operands(128, n, k)
+    args[0][64:].copy_(args[0][:64])
+    args[1][64:].copy_(args[1][:64])
+    args[0][[3, 67]] = 0
+    args[1][[5, 69]] = float("nan")
+    out = run(args, cfg)
+    assert torch.equal(out[:64].view(torch.int32), out[64:].view(torch.int32)) and (out[[3, 67]] == 0).all() and torch.isnan(out[[5, 69]]).all()
+    assert torch.isnan(out).sum() == 2 * n
+    both = torch.randn(128, n, device="cuda")
+    before = both.clone()
+    dense_gemm_into(*args, None, both, "fp8_block", "given", both, torch.empty(0, dtype=torch.uint8, device="cuda"), cfg.ints())
+    assert torch.equal(both.nan_to_num(7.0), (out + before).nan_to_num(7.0))
+
+
+def test_pairs_in_a_graph_of_their_own(monkeypatch):
+    """GRAPH: captured before anything else ran, words and slots are the graph's and begin anew with each replay."""
+    n, k = 512, 1024
+    cfg, args = config((128, 64), 16, 8), operands(128, n, k)
+    want, other = run(args, cfg), operands(128, n, k, seed=9)
+    new = run(other, cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(zeroed, "_chunks", {})
+        patch.setattr(zeroed, "_shared", {})
+        out, graph, none = torch.empty(128, n, device="cuda"), torch.cuda.CUDAGraph(), torch.empty(0, dtype=torch.uint8, device="cuda")
+        with torch.cuda.graph(graph):
+            dense_gemm_into(*args, None, None, "fp8_block", "given", out, none, cfg.ints())
+    for _ in range(5):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
+    for mine, fresh in zip(args, other, strict=True):
+        mine.copy_(fresh)
+    graph.replay()
+    assert torch.equal(out, new)
 
 
 def test_pairs_of_two_streams_at_once():
