@@ -52,9 +52,9 @@ def test_splitk_long_sums(fmt, split):
 def test_graph_replay_no_sync_and_no_allocation():
     """GRAPH: one capture with a split, replayed over changed activations, equals eager bit for bit; the out form allocates nothing."""
     for fmt in FORMATS:
-        for m in (1, 16, 40):
-            x, w = operands(fmt, m, 576, 7168)
-            out, workspace = torch.empty(m, 576, device="cuda", dtype=torch.bfloat16), dense_gemm_workspace(64, w)
+        for m, n in ((1, 576), (16, 576), (40, 576), (128, 2112)):
+            x, w = operands(fmt, m, n, 7168)
+            out, workspace = torch.empty(m, n, device="cuda", dtype=torch.bfloat16), dense_gemm_workspace(128, w)
             dense_gemm(x, w, out=out, workspace=workspace)
             torch.cuda.synchronize()
             before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -9,7 +9,7 @@ from moe_ops.core.arch import arch_of
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.dense import dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
 from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, in_pairs, is_legal, most_parts, part_bytes, steps_in_flight
-from moe_ops.gemm.dense_exchange_kernel import HEAD_WORDS, slots
+from moe_ops.gemm.dense_exchange_kernel import HEAD_WORDS, NUMBERS, slots
 
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
@@ -46,7 +46,7 @@ def test_every_tile_and_cut(tile, programs):
 
     A tile's second box lies behind all first ones: inside N, across its end, and beyond it.
     """
-    for m, n, k in ((tile[0] - 3, 576, 640), (1, 200, 400), (tile[0], 512, 1536)):
+    for m, n, k in ((tile[0] - 3, 576, 640), (1, 203, 400), (tile[0], 512, 1536)):
         cfg = config(tile, programs)
         if is_legal(cfg, DenseGemmProblem(m, 1, n, k, "fp8_block", aligned=True), arch_of(torch.device("cuda"))) is not None:
             continue
@@ -115,16 +115,17 @@ def test_slots_that_others_have_and_numbers_that_start_again(width):
     want, (head, sms) = run(args, cfg), shared(cfg)
     fresh = operands(128, n, k, seed=5)
     for free in (range(8), range(sms - 8, sms), range(0, sms, sms // 9)):
-        head[:sms] = -1
-        head[list(free)] = 7
+        numbers, taken = head[:sms].clone(), torch.ones(sms, dtype=torch.bool, device="cuda")
+        taken[list(free)] = False
+        head[:sms][taken] = -1
         for _ in range(3):
             assert torch.equal(run(args, cfg), want) and not torch.equal(run(fresh, cfg), want)
-        assert (head[:sms] == -1).sum() == sms - len(free) and head[list(free)].max() > 7
-    head[:sms] = (1 << 22) - 3
+        assert torch.equal(head[:sms] == -1, taken) and (head[:sms] - numbers)[~taken].sum() == 2 * 3 * 8
+        head[:sms][taken] = numbers[taken]
+    head[:sms] = NUMBERS.value - 3  # no slot holds one of these numbers
     for _ in range(40):
         assert torch.equal(run(args, cfg), want) and not torch.equal(run(fresh, cfg), want)
     assert (head[:sms] >= 0).all() and head[:sms].min() < 100
-    head[:sms] = 0
 
 
 @pytest.mark.parametrize("width", [32, 64])
