@@ -3,7 +3,7 @@
 Sums travel in threes, 16 bytes that a number completes, so that each unit says by itself whether it is there: nobody waits for a fence or a flag.
 They go to a slot that the receiving program claims when it starts. It counts the slot's number up, tells the other program slot and number, and
 gives the slot back once it has read it. All that a slot holds is of the last launch that had it, so the new number is nowhere in it. A device has a
-slot for each SM, no SM holds two such programs, and so one is free.
+slot for each SM, no SM has registers for two such programs, and so one is free.
 
 Both programs wait, so both have to run at once. Programs start in the order of their numbers (observed, not promised), so that each such kernel has
 at most one program whose neighbour has not started; that one finds room as long as fewer such kernels run at once than SMs are free.
@@ -29,7 +29,7 @@ def slots(device: torch.device, sms: int, width: int) -> torch.Tensor:
 
 
 @gluon.constexpr_function
-def _head(address):
+def _head(address: int) -> str:
     """PTX: a is where a thread's first unit lies, between those of its neighbours, and b where its warp's first one lies."""
     return (
         "{ .reg .u32 t, n; .reg .u64 a, b, lo, hi; .reg .b128 q; .reg .pred p; mov.u32 t, %tid.x; and.b32 t, t, 127; "
@@ -38,7 +38,7 @@ def _head(address):
 
 
 @gluon.constexpr_function
-def _send_ptx(words):
+def _send_ptx(words: int) -> str:
     """Operands: results nobody wants, the thread's words, the slot's address and number, each as often as there are words."""
     ptx = _head(2 * words)
     for i in range(0, words, 3):
@@ -49,14 +49,14 @@ def _send_ptx(words):
 
 
 @gluon.constexpr_function
-def _load(words, i, base, number):
+def _load(words: int, i: int, base: str, number: str) -> str:
     x, y, z = (f"${i + j}" if i + j < words else "t" for j in range(3))
     unit = f"ld.relaxed.gpu.global.b128 q, [{base} + {i // 3 * 2048}]; mov.b128 {{lo, hi}}, q; "
     return unit + f"mov.b64 {{{x}, {y}}}, lo; mov.b64 {{{z}, {number}}}, hi; "
 
 
 @gluon.constexpr_function
-def _receive_ptx(words):
+def _receive_ptx(words: int) -> str:
     """Operands: the thread's words as results, the slot's address and number, each as often.
 
     A warp looks at one unit until that is there, and only then at all: loads of lines that are about to be written hold the writes up. 128 rows of
@@ -70,7 +70,7 @@ def _receive_ptx(words):
 
 
 @gluon.constexpr_function
-def _constraints(words, kinds):
+def _constraints(words: int, kinds: str) -> str:
     """`words` operands of each kind."""
     return ",".join(kind for kind in kinds.split() for _ in range(words))
 

@@ -17,6 +17,7 @@ from moe_ops.gemm.dense_config import (
     boxes,
     is_legal,
 )
+from moe_ops.gemm.dense_exchange_kernel import slots
 from moe_ops.gemm.dense_workspace import needs
 
 HOPPER = replace(arch_of_capability(90), sms=132)
@@ -84,6 +85,8 @@ def test_a_word_for_every_program_that_waits():
                 cfg = DenseGemmConfig(128, width, 128, 4, 8, 1, False, 2 * -(-n // width))
                 if is_legal(cfg, DenseGemmProblem(128, 1, n, 7168, "fp8_block", aligned=True), arch) is None:
                     assert cfg.programs <= STREAM_WORDS
+    with pytest.raises(ValueError, match="257 SMs"):
+        slots(torch.device("cpu"), 257, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 20, 64, 100])
