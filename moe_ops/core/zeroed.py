@@ -1,7 +1,7 @@
-"""Words of device memory that are zero before and after every kernel that uses them.
+"""Words of device memory that are zero before and after every kernel that uses them, and words that all kernels share (`shared_words`).
 
-For kernels whose programs draw tiles from a counter, or tell one another what is done: they find zeros and leave zeros, so that no launch is spent
-on clearing. Two launches that can be in flight at once do not share words: eager launches of one stream follow one another and share that stream's,
+The former are for kernels whose programs draw tiles from a counter, or tell one another what is done: they find zeros and leave zeros, so that no
+launch is spent on clearing. Two launches that can be in flight at once do not share words: eager launches of one stream follow one another and share that stream's,
 each launch under CUDA graph capture has words of its own for as long as the process lives. (Streams are told apart by their handles, as torch does;
 a graph that is instantiated twice must not be replayed twice at once.) The first launch with words on a device allocates, once, and waits for the
 zeros.
@@ -61,7 +61,8 @@ def zeroed_words(device: torch.device, words: int) -> torch.Tensor:
 def shared_words(device: torch.device, words: int) -> torch.Tensor:
     """(words,) int32 that were zero once, the same ones for all streams and graphs of a device: programs claim parts of them by atomics.
 
-    Allocates the first time for a device, and under capture as `zeroed_words` does.
+    Allocates, and waits for the zeros, the first time for a device and a number of words; under capture without an earlier call the words are the
+    graph's own and it clears them with each replay.
     """
     if device.type != "cuda":
         return torch.zeros(words, dtype=torch.int32, device=device)

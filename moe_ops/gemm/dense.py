@@ -301,7 +301,8 @@ def dense_gemm(
         residual: (M, N) fp32, bf16 or fp16, last stride 1, added in fp32, or None; may be `out`.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; ignored when `out` is given.
         out: (M, N), last stride 1, receives the result.
-        workspace: from `moe_ops.gemm.dense.dense_gemm_workspace`, for calls with `out`: then nothing is allocated (but 4 MiB once for a device).
+        workspace: from `moe_ops.gemm.dense.dense_gemm_workspace`, for calls with `out`: then nothing is allocated (but, once for
+            a device, 4 MiB, and on Hopper from 65 rows on up to 3 MiB for each of two tile widths).
         impl: "triton", "deep_gemm" or "cutlass" (both allocate), "torch" (`torch._scaled_mm` where it fits, else the reference), or None, which
             takes "triton" on CUDA and the reference on a CPU. `moe_ops.explain` tells who can.
         config: pins the kernel's config, so that a row's bits do not depend on M.

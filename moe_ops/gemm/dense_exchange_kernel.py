@@ -1,6 +1,6 @@
 """Two neighbouring programs that computed halves of K of one tile of 128 rows: each sends the other its sums of 64 rows and finishes the other 64.
 
-Sums travel in threes, 16 bytes that a number completes, so that each unit says by itself whether it is there: nobody waits for a fence or a flag.
+Sums travel in threes, 16 bytes that a number completes, so that each unit says by itself whether it is there: its reader needs no fence or flag.
 They go to a slot that the receiving program claims when it starts. It counts the slot's number up, tells the other program slot and number, and
 gives the slot back once it has read it. All that a slot holds is of the last launch that had it, so the new number is nowhere in it. A device has a
 slot for each SM, no SM has registers for two such programs, and so one is free.

@@ -333,7 +333,7 @@ def launch_dense_stream(
     op: str, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, part: torch.Tensor | None, cfg: DenseGemmConfig, early: bool = False,
 ) -> None:  # fmt: skip
-    """Launch on given buffers; allocates nothing, but once for a process `zeroed_words` and `dense_exchange_kernel.slots`.
+    """Launch on given buffers; allocates nothing, but once for a device `zeroed_words`, and `slots` for each width of a tile.
 
     Args:
         a: (M, K) e4m3 bits, rows on 16-byte boundaries; M at most `cfg.block_m`.
