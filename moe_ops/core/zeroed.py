@@ -1,10 +1,10 @@
 """Words of device memory that are zero before and after every kernel that uses them, and words that all kernels share (`shared_words`).
 
 The former are for kernels whose programs draw tiles from a counter, or tell one another what is done: they find zeros and leave zeros, so that no
-launch is spent on clearing. Two launches that can be in flight at once do not share words: eager launches of one stream follow one another and share that stream's,
-each launch under CUDA graph capture has words of its own for as long as the process lives. (Streams are told apart by their handles, as torch does;
-a graph that is instantiated twice must not be replayed twice at once.) The first launch with words on a device allocates, once, and waits for the
-zeros.
+launch is spent on clearing. Two launches that can be in flight at once do not share words: eager launches of one stream follow one another and
+share that stream's, each launch under CUDA graph capture has words of its own for as long as the process lives. (Streams are told apart by their
+handles, as torch does; a graph that is instantiated twice must not be replayed twice at once.) The first launch with words on a device allocates,
+once, and waits for the zeros.
 """
 
 import threading
