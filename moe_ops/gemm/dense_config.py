@@ -343,7 +343,7 @@ def _wide_us(cfg: DenseGemmConfig, problem: DenseGemmProblem, arch: Arch) -> flo
 
     Fitted to 82 configs of 18 problems with MN-major scales; start and end then to 49 of 10 with wider stores (H200, Triton 3.6, 2026-11-30,
     results/nvidia_h200/dense_sweep.json): the choice was 0.3% above the best on the geometric mean both times, 4% at worst. Programs that exchange
-    sums: to six configs (2026-12-01, same file, pairs); since then they take from 1.1 us less to 0.3 more (exchange).
+    sums: to six configs (2026-12-01, same file, pairs); since then they take from 1.2 us less to 0.3 more (exchange).
     """
     tiles, steps = ceil_div(problem.n, cfg.block_n), ceil_div(problem.k, 128)
     cut, pairs = most_parts(cfg, problem.n, problem.k) > 1, in_pairs(cfg, problem.n)
