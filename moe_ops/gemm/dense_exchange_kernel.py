@@ -141,5 +141,5 @@ def received(x, slot, slots_ptr, W: gl.constexpr):
         _receive_ptx(WORDS), _constraints(WORDS, "=&r l r"), [at, number], dtype=gl.int32, is_pure=False, pack=WORDS
     )  # fmt: skip
     thread_barrier()  # all threads have read it
-    gl.store(slots_ptr + (slot & ((1 << SLOT_BITS) - 1)), number)
+    gl.atomic_xchg(slots_ptr + (slot & ((1 << SLOT_BITS) - 1)), number, sem="relaxed")
     return x + y.to(gl.float32, bitcast=True)

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from moe_ops import dense_gemm, quantize, quantize_weight
-from moe_ops.core import zeroed
 from moe_ops.core.arch import arch_of
 from moe_ops.core.numerics import relative_error, uneven
 from moe_ops.gemm.dense import dense_gemm_into, dense_gemm_ref, dense_gemm_workspace
-from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, in_pairs, is_legal, most_parts, part_bytes, steps_in_flight
-from moe_ops.gemm.dense_exchange_kernel import HEAD_WORDS, NUMBERS, slots
+from moe_ops.gemm.dense_config import STREAM_WIDTHS, DenseGemmConfig, DenseGemmProblem, is_legal, most_parts, part_bytes, steps_in_flight
 
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda")).has_wgmma
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
@@ -70,126 +68,6 @@ def test_ring_of_any_depth(tile, stages):
         args = operands(5, 384, k)
         ref = dense_gemm_ref(*args, None, None, "fp8_block", "given", torch.float32)
         assert relative_error(run(args, config(tile, 1, stages)), ref) <= 5e-4
-
-
-@pytest.mark.parametrize(
-    "n,k,width", [(4096, 8192, 64), (2112, 7168, 32), (200, 400, 32), (512, 256, 64), (576, 640, 64), (40, 384, 32), (203, 400, 64)]
-)
-def test_programs_that_exchange_sums(n, k, width):
-    """SPLITK, TAIL, GRAPH: halves of K, of one step too; one half of the rows, or none of it; the same bits each time, and words left at zero."""
-    cfg = config((128, width), 2 * -(-n // width), 8)
-    assert in_pairs(cfg, n) and is_legal(cfg, DenseGemmProblem(128, 1, n, k, "fp8_block", aligned=True), arch_of(torch.device("cuda"))) is None
-    for m in (128, 101, 64, 3):
-        args, bias, residual = operands(m, n, k), torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-        for more in ((None, None), (bias, residual)):
-            want = dense_gemm_ref(*args, *more, "fp8_block", "given", torch.float32)
-            out = run(args, cfg, *more)
-            assert relative_error(out, want) <= 5e-4, (m, more)
-            assert all(torch.equal(out, run(args, cfg, *more)) for _ in range(20))
-            assert relative_error(run(args, cfg, *more, dtype=torch.bfloat16), want) <= 3e-3
-    work = torch.full((part_bytes(cfg, m, n, k),), 0xFF, dtype=torch.uint8, device="cuda")
-    out, graph = torch.full((m, n), float("nan"), device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dense_gemm_into(*args, None, None, "fp8_block", "given", out, work, cfg.ints())
-    for seed in (5, 6):
-        fresh = operands(m, n, k, seed)
-        for mine, other in zip(args, fresh, strict=True):
-            mine.copy_(other)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, run(fresh, cfg))
-    assert all(not kept.any() for kept in zeroed._kept) and not any((s[: HEAD_WORDS.value] == -1).any() for s in zeroed._shared.values())
-
-
-def shared(cfg):
-    """The slots of this GPU for a config: first a word for each, then what they hold."""
-    sms = arch_of(torch.device("cuda")).sms
-    return slots(torch.device("cuda", torch.cuda.current_device()), sms, cfg.block_n)[: HEAD_WORDS.value], sms
-
-
-@pytest.mark.parametrize("width", [32, 64])
-def test_slots_that_others_have_and_numbers_that_start_again(width, monkeypatch):
-    """SPLITK: a program passes over slots that are taken; numbers of launches wrap around, and what a slot holds from before is not taken for new."""
-    monkeypatch.setattr(zeroed, "_shared", {})  # slots of its own: taken ones that are left behind would stop later tests
-    n, k = 4 * width, 1024
-    cfg, args = config((128, width), 8, 8), operands(128, n, k)
-    want, (head, sms) = run(args, cfg), shared(cfg)
-    fresh = operands(128, n, k, seed=5)
-    new = run(fresh, cfg)
-    assert relative_error(new, dense_gemm_ref(*fresh, None, None, "fp8_block", "given", torch.float32)) <= 5e-4
-    for free in (range(8), range(sms - 8, sms), range(0, sms, sms // 9)):
-        numbers, taken = head[:sms].clone(), torch.ones(sms, dtype=torch.bool, device="cuda")
-        taken[list(free)] = False
-        head[:sms][taken] = -1
-        for _ in range(3):
-            assert torch.equal(run(args, cfg), want) and torch.equal(run(fresh, cfg), new)
-        assert torch.equal(head[:sms] == -1, taken) and (head[:sms] - numbers)[~taken].sum() == 2 * 3 * 8
-        head[:sms][taken] = numbers[taken]
-    head[:sms] = NUMBERS.value - 3  # no slot holds one of these numbers
-    for _ in range(40):
-        assert torch.equal(run(args, cfg), want) and torch.equal(run(fresh, cfg), new)
-    assert (head[:sms] >= 0).all() and head[:sms].min() < 100
-
-
-@pytest.mark.parametrize("width", [32, 64])
-def test_a_row_has_its_bits_in_either_half(width):
-    """SPLITK: rows of zeros, of NaN and equal rows, in the half that is finished here and in the other one; the residual in place."""
-    n, k = 512, 2048
-    cfg, args = config((128, width), 2 * n // width, 8), operands(128, n, k)
-    args[0][64:].copy_(args[0][:64])
-    args[1][64:].copy_(args[1][:64])
-    args[0][[3, 67]] = 0
-    args[1][[5, 69]] = float("nan")
-    out = run(args, cfg)
-    assert torch.equal(out[:64].view(torch.int32), out[64:].view(torch.int32)) and (out[[3, 67]] == 0).all() and torch.isnan(out[[5, 69]]).all()
-    assert torch.isnan(out).sum() == 2 * n
-    both = torch.randn(128, n, device="cuda")
-    before = both.clone()
-    dense_gemm_into(*args, None, both, "fp8_block", "given", both, torch.empty(0, dtype=torch.uint8, device="cuda"), cfg.ints())
-    assert torch.equal(both.nan_to_num(7.0), (out + before).nan_to_num(7.0))
-
-
-def test_pairs_in_a_graph_of_their_own(monkeypatch):
-    """GRAPH: captured before anything else ran, words and slots are the graph's and begin anew with each replay."""
-    n, k = 512, 1024
-    cfg, args = config((128, 64), 16, 8), operands(128, n, k)
-    want, other = run(args, cfg), operands(128, n, k, seed=9)
-    new = run(other, cfg)
-    with monkeypatch.context() as patch:
-        patch.setattr(zeroed, "_chunks", {})
-        patch.setattr(zeroed, "_shared", {})
-        out, graph, none = torch.empty(128, n, device="cuda"), torch.cuda.CUDAGraph(), torch.empty(0, dtype=torch.uint8, device="cuda")
-        with torch.cuda.graph(graph):
-            dense_gemm_into(*args, None, None, "fp8_block", "given", out, none, cfg.ints())
-        assert not zeroed._shared and not zeroed._chunks  # nothing of the graph's memory is remembered
-    for _ in range(5):
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, want)
-    for mine, fresh in zip(args, other, strict=True):
-        mine.copy_(fresh)
-    graph.replay()
-    assert torch.equal(out, new)
-
-
-def test_pairs_of_two_streams_at_once():
-    """Programs that wait for their neighbours end, whatever else runs: such kernels of two streams at once, and others that hold SMs."""
-    n, k = 4096, 4096
-    cfg, args = config((128, 64), 128, 8), [operands(128, n, k, seed) for seed in (1, 2)]
-    other, held = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
-    want = [run(a, cfg, dtype=torch.bfloat16) for a in args]
-    work = [torch.full((part_bytes(cfg, 128, n, k),), 0xFF, dtype=torch.uint8, device="cuda") for _ in args]
-    outs = [[torch.empty(128, n, device="cuda", dtype=torch.bfloat16) for _ in range(100)] for _ in args]
-    streams = [torch.cuda.Stream() for _ in args]
-    torch.cuda.synchronize()
-    for i in range(100):
-        with torch.cuda.stream(other):
-            held @ held
-        for a, w, out, stream in zip(args, work, outs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                dense_gemm_into(*a, None, None, "fp8_block", "given", out[i], w, cfg.ints())
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, right) for out, right in zip(outs, want, strict=True) for one in out)
 
 
 @pytest.mark.parametrize("tile,stages", [((128, 128), 6), ((128, 144), 6), ((128, 192), 5), ((64, 64), 12), ((64, 144), 6)], ids=str)
