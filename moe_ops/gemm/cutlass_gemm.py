@@ -100,6 +100,8 @@ def grouped_into(
         a = _aligned(a)
     if fmt == "mxfp8":
         a_scale, segments = tile_scales(a_scale, offsets, experts), 1
+        if w_scale.dim() == 2 and k % 128:  # the padding of tiles may hold anything, NaN too, and the kernel multiplies its zeros by it
+            w_scale = convert_scale(w_scale, "swizzle_32x4x4", "row_major", n, k // 32, fmt)
         if w_scale.dim() == 3:  # row_major
             w_scale = convert_scale(w_scale, "row_major", "swizzle_32x4x4", n, k // 32, fmt)
     else:

@@ -31,9 +31,11 @@ def _recipe(fmt: str) -> dict[str, Any]:
     return {"recipe_a": (1, 32), "recipe_b": (1, 32)} if fmt == "mxfp8" else {}
 
 
-def _check_weight(op: str, w: torch.Tensor) -> None:
-    if w.data_ptr() % 16:  # TMA reads from 16-byte boundaries
-        raise ValueError(f"{op}: w must start at a multiple of 16 bytes for impl 'deep_gemm', its address is {w.data_ptr()}")
+def _check_address(op: str, **operands: torch.Tensor) -> None:
+    """What is not copied for the library: its boxes (TMA) begin at multiples of 16 bytes."""
+    for name, t in operands.items():
+        if t.data_ptr() % 16:
+            raise ValueError(f"{op}: {name} must start at a multiple of 16 bytes for impl 'deep_gemm', its address is {t.data_ptr()}")
 
 
 def _weight_scale(w: torch.Tensor, w_scale: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -60,7 +62,7 @@ def _into(
     rows = out.numel() // max(1, n)
     if rows == 0 or experts == 0 or n == 0:
         return
-    _check_weight("grouped_gemm", w)
+    _check_address("grouped_gemm", w=w)
     to_masked = form == "masked"
     spacing = ceil_div(limit, ALIGNMENT) * ALIGNMENT if to_masked else ALIGNMENT
     padded = experts * spacing if to_masked else (rows + min(experts, rows) * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
@@ -111,7 +113,7 @@ def _in_place(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: 
     (experts, capacity, k), n = a.shape, w.shape[1]
     if experts == 0 or n == 0:
         return
-    _check_weight("grouped_gemm", w)
+    _check_address("grouped_gemm", w=w)
     operands = ((as_e4m3(a), a_scale), (as_e4m3(w), w_scale), out, counts.clamp(0, capacity))
     call_library("masked", ("fp8_block", experts, capacity, capacity, n, k), *operands, capacity)
 
@@ -121,7 +123,7 @@ def deep_gemm_grouped_into(
     fmt: str, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """`grouped_gemm` by DeepGEMM: the form by what the library can and by the number of rows."""
-    if a.dim() == 3 and in_place(a, a_scale, fmt):
+    if a.dim() == 3 and in_place(a, a_scale, fmt) and out.data_ptr() % 16 == 0:
         _in_place(a, a_scale, w, w_scale, offsets, out)
         return
     can = features(a.device.index)
@@ -137,12 +139,12 @@ def dense_into(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale:
     (m, k), n = a.shape, w.shape[0]
     if m == 0 or n == 0:
         return
-    _check_weight("dense_gemm", w)
+    _check_address("dense_gemm", w=w, out=out)
     if a.stride(0) != k or a.data_ptr() % 16:
         a = a.clone(memory_format=torch.contiguous_format)
     if fmt == "mxfp8":
         a_scale = convert_scale(a_scale, "row_major", "ue8m0_packed", m, k // 32, fmt)
-    elif a_scale.stride() != (1, ceil_div(m, 4) * 4):
+    elif a_scale.stride() != (1, ceil_div(m, 4) * 4) or a_scale.data_ptr() % 16:
         a_scale = convert_scale(a_scale, "row_major", "mn_major", m, ceil_div(k, 128), fmt)
     call_library("dense", (fmt, m, n, k), (as_e4m3(a), a_scale), (as_e4m3(w), _weight_scale(w, w_scale, fmt)), out, **_recipe(fmt))
 
@@ -155,12 +157,12 @@ def bmm_into(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: t
     (tokens, heads, k), n = a.shape, w.shape[1]
     if tokens == 0 or heads == 0 or n == 0:
         return
-    _check_weight("bmm", w)
-    if any(s % 16 for s in a.stride()[:2]) or a.data_ptr() % 16:
+    _check_address("bmm", w=w, out=out)
+    if any(s % 16 or s == 0 for s in a.stride()[:2]) or a.data_ptr() % 16:  # a box takes no expanded rows
         a = a.clone(memory_format=torch.contiguous_format)
     blocks, padded = ceil_div(k, 128), ceil_div(tokens, 4) * 4
     scale = a_scale.transpose(0, 1)
-    if scale.stride() != (blocks * padded, 1, padded):
+    if scale.stride() != (blocks * padded, 1, padded) or scale.data_ptr() % 16:
         scale = convert_scale(scale, "row_major", "mn_major", tokens, blocks, "fp8_block")
     call_library("bmm", (heads, tokens, n, k), "bhr,hdr->bhd", (as_e4m3(a), scale.transpose(0, 1)), (as_e4m3(w), w_scale), out)
 

@@ -47,6 +47,10 @@ def _ref_into(
     """The definition: fp32 products of the dequantized operands, expert by expert; rows that no expert owns stay untouched."""
     block_m = 128 if fmt == "fp8_block" else 1
     experts = w.shape[0]
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "grouped_gemm: the reference reads the counts on the host, which a CUDA graph cannot capture; impl 'triton' can be captured"
+        )
     host = [int(v) for v in offsets.tolist()]
     for e in range(experts):
         if a.dim() == 3:

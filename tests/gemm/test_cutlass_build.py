@@ -133,6 +133,19 @@ def test_env_a_killed_compiler(nvcc):
     pytest.raises(build.BuildError, build.build_one, FIRST).match(rf"nvcc failed \(-9\) on {FIRST.name}:\nno message")
 
 
+def test_half_a_library_is_nobodys(nvcc):
+    """LOAD: the compiler is killed while it writes; what it wrote has not the name that others look for."""
+    nvcc('echo half > "$out"; kill -9 $$')
+    with pytest.raises(build.BuildError, match="nvcc failed"):
+        build.build_one(FIRST)
+    assert not FIRST.path.exists()
+
+
+def test_env_nvcc_too_old_for_hopper(nvcc):
+    nvcc(version="11.8")
+    assert "is 11.8, and sm90a needs 12.3 or newer" in build.build_reason("sm90a")
+
+
 def test_one_failure_leaves_the_others_built(nvcc, cache):
     nvcc('case "$*" in *MOE_TILE_M=64*) echo "error: tile"; exit 1;; esac; echo made > "$out"')
     said = []

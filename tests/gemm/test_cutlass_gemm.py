@@ -3,6 +3,8 @@
 The stand-in refuses what a kernel would read wrongly (strides, alignment, shapes), so that what reaches the kernels is right.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from moe_ops.gemm import cutlass_probe as probe
 from moe_ops.gemm import dense_impls, grouped_impls, registry
 from moe_ops.gemm.grouped import _ref_into
 from moe_ops.quant.scale_layout import to_layout
-from moe_ops.quant.scale_storage import unpack_ref
+from moe_ops.quant.scale_storage import pack_ref, unpack_ref
 
 
 class StandIn:
@@ -30,7 +32,8 @@ class StandIn:
         self.calls.append(instantiation)
         self.operand = a
         experts, n, k = w.shape
-        assert a.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in a.stride()[:-1]) and a.stride(-1) == 1
+        assert a.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in a.stride()[:-1]) and a.stride(-1) == 1 and a.stride(-2) >= k
+        assert w.data_ptr() % 16 == out.data_ptr() % 16 == 0
         assert w.is_contiguous() and out.is_contiguous() and a_scale.is_contiguous() and w_scale.is_contiguous() and offsets.dtype == torch.int32
         masked = a.dim() == 3
         rows = a.shape[1] if masked else out.shape[0]
@@ -40,6 +43,8 @@ class StandIn:
             return
         assert segments == 1
         w_bytes = unpack_ref(w_scale, "swizzle_32x4x4", n, k // 32, "mxfp8")
+        whole_w = unpack_ref(w_scale, "swizzle_32x4x4", ceil_div(n, 128) * 128, ceil_div(k // 32, 4) * 4, "mxfp8")
+        assert not (whole_w[..., k // 32 :] == 255).any(), "a NaN that zeros beyond K would meet"
         for e in range(experts):
             if masked:
                 first, count, tile = 0, min(max(int(offsets[e]), 0), rows), e * ceil_div(rows, 128)
@@ -62,7 +67,12 @@ class StandIn:
 
     def dense(self, instantiation, a, a_scale, w, w_scale, out):
         self.calls.append(instantiation)
-        assert a.data_ptr() % 16 == 0 and a.stride(0) % 16 == 0 and (a_scale.stride(1) == 1 or a_scale.shape[1] == 1)
+        assert (
+            a.data_ptr() % 16 == out.data_ptr() % 16 == 0
+            and a.stride(0) % 16 == 0
+            and a.stride(0) >= a.shape[1]
+            and (a_scale.stride(1) == 1 or a_scale.shape[1] == 1)
+        )
         _ref_into(a, a_scale, w[None], w_scale[None], None, ints([0, a.shape[0]], a.device), None, 1, "fp8_block", 1, out)
 
 
@@ -168,14 +178,18 @@ def test_garbage_in_offsets_and_order_stays_inside(lib, arch, device, offsets):
         assert operands.tile_scales(scale, ints(offsets, device), 3).shape == (3, 1, 128)
 
 
-@pytest.mark.parametrize("layout", ["a slice", "off 16 bytes", "mn_major"])
+@pytest.mark.parametrize("layout", ["a slice", "off 16 bytes", "mn_major", "expanded"])
 def test_layout_rows_with_any_distance(lib, device, layout, monkeypatch):
     """LAYOUT: activations that are a slice of something wider, and scales in the other order, which cost a copy."""
     monkeypatch.setattr(operands, "arch_of", lambda device: registry.arch_of_capability(90))
     a, sa, w, sw = make("fp8_block", (9,), 2, 64, 256, device)
-    at = {"a slice": 16, "off 16 bytes": 3, "mn_major": 0}[layout]
+    at = {"a slice": 16, "off 16 bytes": 3, "mn_major": 0, "expanded": 0}[layout]
     wide = torch.full((9, 304), 0x7F, dtype=torch.uint8, device=device)
-    wide[:, at : at + 256] = a
+    if layout == "expanded":
+        a.copy_(a[:1].clone().expand(9, 256))
+        wide = a[:1].clone().expand(9, 256)
+    else:
+        wide[:, at : at + 256] = a
     scale = make("fp8_block", (9,), 2, 64, 256, device, "mn_major")[1] if layout == "mn_major" else sa
     results = []
     for data, s in ((a, sa), (wide[:, at : at + 256], scale)):
@@ -198,17 +212,23 @@ def test_segments_with_ragged_scale_blocks(lib, device, monkeypatch):
     assert sw.shape == (2, 4, 2) and relative_error(out, ref) < 2e-3
 
 
-def test_weight_scales_in_tiles_already(lib, device, monkeypatch):
-    """A weight that was led into the layout once is taken as it is; by nobody else."""
+@pytest.mark.parametrize("k", [128, 160])
+def test_weight_scales_in_tiles_already(lib, device, monkeypatch, k):
+    """A weight that was led into the layout once is taken as it is, or without the NaN in its padding; by nobody else."""
     monkeypatch.setattr(operands, "arch_of", lambda device: registry.arch_of_capability(100))
-    x, w = quantize(uneven((9, 160), seed=1).to(device), "mxfp8"), quantize_weight(uneven((2, 72, 160), seed=2).to(device), "mxfp8")
+    x, w = quantize(uneven((9, k), seed=1).to(device), "mxfp8"), quantize_weight(uneven((2, 72, k), seed=2).to(device), "mxfp8")
+    padded = pack_ref(torch.full((2, 128, ceil_div(k // 32, 4) * 4), 255, dtype=torch.uint8, device=device), "swizzle_32x4x4")
     tiled, offsets = to_layout(w, "swizzle_32x4x4"), ints([0, 4, 9], device)
+    inside = unpack_ref(padded, "swizzle_32x4x4", 128, ceil_div(k // 32, 4) * 4, "mxfp8")
+    inside[:, :72, : k // 32] = w.scale
+    tiled = replace(tiled, scale=pack_ref(inside, "swizzle_32x4x4"))
+    assert torch.equal(unpack_ref(tiled.scale, "swizzle_32x4x4", 72, k // 32, "mxfp8"), w.scale)
     results = []
     for q in (w, tiled):
         out = torch.zeros((9, 72), dtype=torch.bfloat16, device=device)
         operands.grouped_into(x.data.view(torch.uint8), x.scale, q.data.view(torch.uint8), q.scale, offsets, None, 1, "mxfp8", 1, out)
         results.append(out)
-        monkeypatch.setattr(operands, "convert_scale", None)
+        monkeypatch.setattr(operands, "convert_scale", None if k % 128 == 0 else operands.convert_scale)
     assert torch.equal(*results)
     monkeypatch.setattr(grouped_impls, "choose", lambda problem, where, impl: None)
     monkeypatch.setattr(choice, "make_ready", lambda problem, where: None)
@@ -240,10 +260,15 @@ def test_no_rows_and_no_call(lib, arch, device):
     assert lib.calls == []
 
 
-def test_weight_off_16_bytes_is_refused(lib, device):
+def test_weight_and_result_off_16_bytes_are_refused(lib, device):
     a, sa, w, sw = make("fp8_block", (4,), 1, 64, 128, device)
     off = torch.zeros(64 * 128 + 1, dtype=torch.uint8, device=device)[1:].view(1, 64, 128)
     out = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
+    result = torch.zeros(4 * 64 + 1, dtype=torch.bfloat16, device=device)[1:].view(4, 64)
+    with pytest.raises(ValueError, match="grouped_gemm: out must start at a multiple of 16 bytes for impl 'cutlass'"):
+        operands.grouped_into(a, sa, w, sw, ints([0, 4], device), None, 1, "fp8_block", 1, result)
+    with pytest.raises(ValueError, match="dense_gemm: out must start at a multiple of 16 bytes for impl 'cutlass'"):
+        operands.dense_into(a, sa, w[0], sw[0], result)
     with pytest.raises(ValueError, match="grouped_gemm: w must start at a multiple of 16 bytes for impl 'cutlass'"):
         operands.grouped_into(a, sa, off, sw, ints([0, 4], device), None, 1, "fp8_block", 1, out)
     with pytest.raises(ValueError, match="dense_gemm: w must start at a multiple of 16 bytes for impl 'cutlass'"):
