@@ -7,6 +7,9 @@ import torch
 from moe_ops.core.arch import unsupported_reason
 from moe_ops.core.formats import E4M3, QTensor, scale_shape
 
+#: Not those of tracing, which have addresses of nothing.
+_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
+
 
 def _shape(t: torch.Tensor) -> str:
     return f"shape {tuple(t.shape)} with strides {tuple(t.stride())}"
@@ -64,6 +67,19 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> torch.device:
         if reason is not None:
             raise ValueError(f"{op}: {reason}")
     return device
+
+
+def apart(op: str, out: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """`out` is no memory that other programs still read. Looked at where both are contiguous, and outside of tracing."""
+    if any(t is out for t in read.values()):
+        raise ValueError(f"{op}: out must not be {next(name for name, t in read.items() if t is out)}: other programs still read it")
+    if torch.compiler.is_compiling() or type(out) not in _WITH_MEMORY or not out.is_contiguous():
+        return
+    begin = out.data_ptr()
+    end = begin + out.numel() * out.element_size()
+    for name, t in read.items():
+        if t is not None and t.data_ptr() < end and t.is_contiguous() and begin < t.data_ptr() + t.numel() * t.element_size():
+            raise ValueError(f"{op}: out must not share memory with {name}: other programs still read it")
 
 
 def no_grad(op: str, **tensors: torch.Tensor | None) -> None:

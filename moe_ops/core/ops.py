@@ -30,6 +30,20 @@ def _on_device(fn: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def in_full(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast does not reach into a reference, whose first argument is a tensor: its fp32 products stay such, as the kernels' do."""
+
+    @functools.wraps(fn)
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        kind = args[0].device.type if isinstance(args[0], torch.Tensor) else "cpu"
+        if torch.compiler.is_compiling() or kind == "meta" or not torch.is_autocast_enabled(kind):
+            return fn(*args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return fn(*args, **kwargs)
+
+    return exact
+
+
 def register(name: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Any:
     """Define `moe_ops::name` from the annotations of `fake` and return its overload.
 
@@ -43,6 +57,6 @@ def register(name: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fa
     schema = torch.library.infer_schema(fake, mutates_args=tuple(mutates))
     _LIB.define(name + schema)
     _LIB.impl(name, _on_device(cuda), "CUDA")
-    _LIB.impl(name, cpu, "CPU")
+    _LIB.impl(name, in_full(cpu), "CPU")
     torch.library.register_fake(f"moe_ops::{name}", fake, lib=_LIB)
     return getattr(torch.ops.moe_ops, name).default

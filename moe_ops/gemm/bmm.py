@@ -12,7 +12,7 @@ import torch
 from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes
-from moe_ops.core.ops import register
+from moe_ops.core.ops import in_full, register
 from moe_ops.gemm.bmm_config import few_parts, kernel_for
 from moe_ops.gemm.dense import OUT_DTYPES, check_config, check_dense, check_out, check_product, launch_dense, product_ref
 from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose
@@ -20,6 +20,7 @@ from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose
 __all__ = ["bmm"]
 
 
+@in_full
 def bmm_ref(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, fmt: str, rule: str, out_dtype: torch.dtype,
     config: list[int] | None = None,
@@ -142,7 +143,7 @@ def bmm(
     pinned = check_config(op, config, DenseGemmProblem(tokens, heads, n, k, fmt, rule != "given"), a_data.device) if config is not None else None
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, fmt, rule)
     if out is not None:
-        check_out(op, out, (tokens, heads, n), a_data)
+        check_out(op, out, (tokens, heads, n), a_data, w_data)
         out_dtype = out.dtype
     if impl is not None and impl != "triton":
         from moe_ops.gemm.bmm_impls import run_named

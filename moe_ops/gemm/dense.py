@@ -8,7 +8,7 @@ import torch
 from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div
-from moe_ops.core.ops import register
+from moe_ops.core.ops import in_full, register
 from moe_ops.gemm.dense_config import DenseGemmConfig, DenseGemmProblem, choose, heuristic, part_bytes, quantizes_inside
 from moe_ops.gemm.dense_workspace import carve, check_workspace, needs, quantized_bytes
 from moe_ops.gemm.grouped import check_operands, dequantized
@@ -31,6 +31,7 @@ def product_ref(a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, 
     return x @ dequantized(w, w_scale, fmt, 128 if fmt == "fp8_block" else 1, 1).mT
 
 
+@in_full
 def dense_gemm_ref(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
     residual: torch.Tensor | None, fmt: str, rule: str, out_dtype: torch.dtype, config: list[int] | None = None,
@@ -232,8 +233,8 @@ def check_config(op: str, config: DenseGemmConfig | None, problem: DenseGemmProb
     return config.ints()
 
 
-def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> None:
-    """What an output demands: shape, dtype, last stride 1, memory of its own for each element, other memory than a's, a's device, no gradient."""
+def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, w: torch.Tensor) -> None:
+    """What an output demands: shape, dtype, last stride 1, memory of its own for each element, other than the operands', a's device, no gradient."""
     checks.is_tensor(op, "out", out)
     checks.no_grad(op, out=out)
     checks.shape(op, "out", out, shape)
@@ -245,8 +246,7 @@ def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], a: torch.Tenso
             if stride <= reach:
                 raise ValueError(f"{op}: out must not be expanded or overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
             reach += (size - 1) * stride
-    if out is a:
-        raise ValueError(f"{op}: out must not be a: other programs still read it")
+    checks.apart(op, out, a=a, w=w)
     checks.same_device(op, a=a, out=out)
 
 
@@ -351,7 +351,10 @@ def dense_gemm(
         pinned = check_config(op, config, DenseGemmProblem(rows, 1, n, k, fmt, rule != "given" and quantizes_inside(rows, n), True), a_data.device)
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, residual, fmt, rule)
     if out is not None:
-        check_out(op, out, (rows, n), a_data)
+        check_out(op, out, (rows, n), a_data, w_data)
+        if residual is not None and residual is not out and not torch.compiler.is_compiling():
+            if residual.dtype != out.dtype or residual.data_ptr() != out.data_ptr():
+                checks.apart(op, out, residual=residual)
         out_dtype = out.dtype
     if impl is not None and impl != "triton":
         from moe_ops.gemm.dense_impls import run_named

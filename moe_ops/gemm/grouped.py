@@ -12,7 +12,7 @@ from moe_ops.core import checks
 from moe_ops.core.arch import arch_of
 from moe_ops.core.formats import QTensor, as_bytes, as_e4m3, ceil_div
 from moe_ops.core.numerics import decode_e8m0
-from moe_ops.core.ops import register
+from moe_ops.core.ops import in_full, register
 from moe_ops.gemm.grouped_config import GroupedGemmConfig, GroupedGemmProblem, heuristic, hopper_kernel, hopper_operands, is_legal
 from moe_ops.router.routing import check_routing
 
@@ -40,6 +40,7 @@ def dequantized(data: torch.Tensor, scale: torch.Tensor | None, fmt: str, block_
     return x * s.repeat_interleave(width, -1)[..., :k]
 
 
+@in_full
 def _ref_into(
     a: torch.Tensor, a_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, top_k: int, fmt: str, segments: int, out: torch.Tensor,
@@ -329,6 +330,7 @@ def grouped_gemm(
     if out is not None:
         checks.is_tensor(op, "out", out)
         checks.no_grad(op, out=out)
+        checks.apart(op, out, a=a_data, w=w_data)
         checks.shape(op, "out", out, shape)
         checks.dtype(op, "out", out, _OUT_DTYPES)
         checks.contiguous(op, "out", out)

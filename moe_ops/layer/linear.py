@@ -204,14 +204,18 @@ class Linear(Exact):
         """The weight as the kernels read it: the folded copy where `prepare` made one, else the stored weight."""
         return self.weights() if self._folded is None else self._folded
 
-    def prepare(self) -> "Linear":
+    def prepare(self, again: bool = False) -> "Linear":
         """Fold an mxfp8 weight on Hopper (`moe_ops.quant.fold`), once and after every change; idempotent, done by the first `forward` too.
+
+        Changes are those that torch counts: writes through `.data` and into tensors of inference mode are not, and want `again=True` afterwards.
 
         A second copy of the weight, read instead of the stored one; `layer.fold = False` trades the speed for that memory. Under capture
         nothing is read: a copy that is out of date is dropped, and the stored weight runs.
         """
         if self.format is not MXFP8:
             return self
+        if again:
+            self._folded_from = ()
         state = (self.fold, *state_of(self.weight, self.weight_scale_inv))
         if state == self._folded_from:
             return self

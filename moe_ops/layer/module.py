@@ -302,13 +302,17 @@ class MoELayer(Experts):
 
     # ---- getting it ready
 
-    def prepare(self) -> "MoELayer":
+    def prepare(self, again: bool = False) -> "MoELayer":
         """Make what is derived from the weights; idempotent, never saved, and done by the first `forward` too.
 
         On Hopper, mxfp8 weights whose H and I are multiples of 128 are folded (`moe_ops.quant.fold`): a second copy of the experts, read
         instead of the stored ones. `layer.fold = False` trades the speed for that memory. Copies are remade after the weights changed, by the
         next `forward` or `prepare` outside of a capture, in the memory they had. Reads the device when it makes or remakes them.
+        Changes are those that torch counts: writes through `.data` and into tensors of inference mode are not, and want `again=True` afterwards.
         """
+        for experts in (self, self.shared_expert):
+            if again and experts is not None:
+                experts._folded_from = ()
         self.prepare_weights()
         if self.shared_expert is not None:
             self.shared_expert.fold = self.fold

@@ -189,3 +189,39 @@ def test_torch_products(monkeypatch):
         for a in placed(bits, (8, 1104), (view,)):
             torch_scaled.scaled_mm(a, qa.scale, qw.data, qw.scale)
             assert torch.equal(seen.pop(), bits)
+
+
+# ---- results in memory that is still read
+
+
+def test_a_result_over_its_operands_is_refused(device):
+    """LAYOUT: by another view of the same memory too; side by side in one buffer is well, and a residual in place."""
+    x, w = torch.randn(64, 64, device=device).bfloat16(), torch.randn(64, 64, device=device).bfloat16()
+    for name, out in (("a", x[:]), ("a", x.view(-1)[:4096].view(64, 64)), ("w", w[:])):
+        with pytest.raises(ValueError, match=f"dense_gemm: out must not share memory with {name}"):
+            dense_gemm(x, w, out=out)
+        with pytest.raises(ValueError, match=f"grouped_gemm: out must not share memory with {name}"):
+            grouped_gemm(x, w[None], ints([0, 64], device), out=out)
+        with pytest.raises(ValueError, match=f"bmm: out must not share memory with {name}"):
+            bmm(x[:, None], w[None], out=out[:, None])
+    sums = torch.randn(65, 64, device=device)
+    with pytest.raises(ValueError, match="dense_gemm: out must not share memory with residual"):
+        dense_gemm(x, w, residual=sums[:64], out=sums[1:])
+    want = dense_gemm(x, w, residual=sums[:64], out_dtype=torch.float32)
+    assert torch.equal(dense_gemm(x, w, residual=sums[:64], out=sums[:64]), want)
+    both = torch.zeros(64, 128, dtype=torch.bfloat16, device=device)
+    both[:, :64] = x
+    assert torch.equal(dense_gemm(both[:, :64], w, out=both[:, 64:]), dense_gemm(x, w)) and torch.equal(both[:, :64], x)
+
+
+@pytest.mark.parametrize("impl", [None, "torch"])
+def test_autocast_leaves_sums_alone(device, impl):
+    q, w = quantize(uneven((64, 1024), seed=1).to(device), "fp8_block"), quantize_weight(uneven((1, 128, 1024), seed=2).to(device), "fp8_block")
+
+    def outs():
+        dense = dense_gemm(q, w[0], out_dtype=torch.float32, impl=impl)
+        return dense, grouped_gemm(q, w, ints([0, 64], device), out_dtype=torch.float32, impl=impl)
+
+    want = outs()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(outs(), want, strict=True))

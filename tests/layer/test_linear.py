@@ -121,6 +121,18 @@ def test_mxfp8_is_folded_on_hopper(monkeypatch):
     assert relative_error(folded(x), x.float() @ w.float().T) < 0.06
 
 
+def test_what_torch_does_not_count_is_made_again_when_asked(monkeypatch):
+    """Writes through .data, as loaders make them."""
+    monkeypatch.setenv("MOE_OPS_ARCH", "90")
+    layer, _ = make("mxfp8")
+    x = uneven((4, 256), seed=1)
+    layer(x)
+    copy_before = layer.ready()
+    layer.weight.data.view(torch.uint8).zero_()
+    assert layer.prepare(again=True) is layer and layer.ready() is copy_before
+    assert torch.equal(layer(x), layer.bias.to(x.dtype).expand(4, -1))
+
+
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
 def test_dtype_changes_leave_quantized_bits(fmt):
     layer, _ = make(fmt)
