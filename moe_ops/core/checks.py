@@ -71,15 +71,16 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> torch.device:
 
 def apart(op: str, out: torch.Tensor, **read: torch.Tensor | None) -> None:
     """`out` is no memory that other programs still read. Looked at where both are contiguous, and outside of tracing."""
-    if any(t is out for t in read.values()):
-        raise ValueError(f"{op}: out must not be {next(name for name, t in read.items() if t is out)}: other programs still read it")
-    if torch.compiler.is_compiling() or type(out) not in _WITH_MEMORY or not out.is_contiguous():
-        return
-    begin = out.data_ptr()
-    end = begin + out.numel() * out.element_size()
+    known = not torch.compiler.is_compiling() and type(out) in _WITH_MEMORY and out.is_contiguous()
+    begin = out.data_ptr() if known else 0
+    end = begin + out.nbytes if known else 0
     for name, t in read.items():
-        if t is not None and t.data_ptr() < end and t.is_contiguous() and begin < t.data_ptr() + t.numel() * t.element_size():
-            raise ValueError(f"{op}: out must not share memory with {name}: other programs still read it")
+        if t is out:
+            raise ValueError(f"{op}: out must not be {name}: other programs still read it")
+        if t is not None and known:
+            first = t.data_ptr()
+            if first < end and begin < first + t.nbytes and t.is_contiguous():
+                raise ValueError(f"{op}: out must not share memory with {name}: other programs still read it")
 
 
 def no_grad(op: str, **tensors: torch.Tensor | None) -> None:

@@ -228,6 +228,12 @@ def test_folded_copies_are_made_once_used_and_never_saved(monkeypatch, tmp_path)
     hopper.load_state_dict(before)
     assert hopper.ready()[1] is down and torch.equal(down.scale, once)  # at once: compiled code and captured graphs read there
     assert torch.equal(hopper(x), y)
+    for experts in (hopper, hopper.shared_expert):  # as loaders write, which torch does not count
+        kept, once = experts.ready()[1], experts.ready()[1].scale.clone()
+        experts.down_proj_scale_inv.data.add_(1)
+        assert torch.equal(hopper.prepare(again=True) and kept.scale, 2 * once)
+        experts.down_proj_scale_inv.data.sub_(1)
+        assert torch.equal(hopper.prepare(again=True) and kept.scale, once)
     torch.save(hopper, tmp_path / "layer.pt")
     assert torch.load(tmp_path / "layer.pt", weights_only=False)._folded is None
     hopper.fold = False
