@@ -6,6 +6,7 @@ floats and all ties are byte-equal to torch.
 """
 
 import inspect
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,21 +73,28 @@ original_patch, original_np_dtype = interpreter._patch_lang, interpreter._get_np
 language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function that sees both
 builtins: dict[object, list[str]] = {}
 np_dtypes: dict[tl.dtype, np.dtype] = {}
-inside = False
+running, held, lock, here = 0, None, threading.Lock(), threading.local()  # kernels of all threads, and what the first of them has patched
 
 
 def patch_lang(fn):
     """Once for a kernel, for it and all it calls. Unpatched, each device function that is called looks through all of triton.language again."""
-    global inside
-    if inside:
-        return interpreter._LangPatchScope()
-    scope = original_patch(language)
-    restore, inside = scope.restore, True
+    global running, held
+    scope = interpreter._LangPatchScope()
+    if getattr(here, "inside", False):
+        return scope
+    with lock:
+        held = held or original_patch(language)
+        running += 1
+    here.inside = True
 
     def leave():
-        global inside
-        restore()
-        inside = False
+        global running, held
+        here.inside = False
+        with lock:
+            running -= 1
+            if running == 0:
+                held.restore()
+                held = None
 
     scope.restore = leave
     return scope

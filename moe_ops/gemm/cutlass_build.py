@@ -95,7 +95,7 @@ def cache_dir() -> Path:
     """Folder of the libraries: below `MOE_OPS_CACHE`, else below `XDG_CACHE_HOME` or ~/.cache."""
     own = os.environ.get("MOE_OPS_CACHE")
     if own:
-        return Path(own, "cutlass")
+        return Path(own, "cutlass").expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or os.path.expanduser("~"), ".cache")
     return Path(home, "moe_ops", "cutlass")
 
@@ -219,11 +219,12 @@ def build_one(instantiation: Instantiation) -> Path:
         raise BuildError(f"{instantiation.name} cannot be built here: {reason}")
     nvcc, include = deep_gemm.compiler(), headers()
     assert nvcc is not None and include is not None  # for the type checker: said above
+    nvcc, include = os.path.abspath(nvcc), os.path.abspath(include)  # it runs in a folder of its own
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if path.exists():
             return path
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{instantiation.name}-") as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent.absolute(), prefix=f".{instantiation.name}-") as folder:
             for name, text in _sources().items():  # what the name's hash is of, even when the files have changed since
                 Path(folder, name).write_bytes(text)
             made = Path(folder, "library.so")

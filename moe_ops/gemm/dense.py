@@ -216,7 +216,7 @@ def check_product(op: str, a: "QTensor | torch.Tensor", w: "QTensor | torch.Tens
     if w_scale is not None:
         checks.contiguous(op, "w.scale", w_scale)
     checks.same_device(op, a=a_data, a_scale=a_scale, w=w_data, w_scale=w_scale)
-    checks.no_grad(op, a=a_data, w=w_data)
+    checks.no_grad(op, a=a_data, a_scale=a_scale, w=w_data, w_scale=w_scale)
     if impl is not None:
         checks.one_of(op, "impl", impl, IMPLS)
     if impl == "triton" and not a_data.is_cuda:

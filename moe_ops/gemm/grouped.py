@@ -275,8 +275,8 @@ def grouped_gemm(
     experts, n, k = w_data.shape
     if a_data.shape[-1] != k:
         raise ValueError(f"{op}: a has K = {a_data.shape[-1]} and w has K = {k}; they must be equal")
-    if fmt == "mxfp8" and k % 32:
-        raise ValueError(f"{op}: mxfp8 needs K % 32 == 0, got K = {k}")
+    if k == 0 or (fmt == "mxfp8" and k % 32):
+        raise ValueError(f"{op}: {'mxfp8 needs K % 32 == 0' if k else 'K must not be 0'}, got K = {k}")
     checks.last_stride_one(op, "a", a_data)
     checks.contiguous(op, "w", w_data)
     if w_scale is not None:
@@ -314,7 +314,7 @@ def grouped_gemm(
         checks.contiguous(op, "bias", bias)
     checks.one_of(op, "out_dtype", out_dtype, _OUT_DTYPES)
     checks.same_device(op, a=a_data, a_scale=a_scale, w=w_data, w_scale=w_scale, bias=bias, routing=offsets)
-    checks.no_grad(op, a=a_data, w=w_data, bias=bias)
+    checks.no_grad(op, a=a_data, a_scale=a_scale, w=w_data, w_scale=w_scale, bias=bias)
     if impl == "triton" and not a_data.is_cuda:
         raise ValueError(f"{op}: impl 'triton' needs CUDA tensors, got {a_data.device}")
     args = (as_bytes(a_data), a_scale, as_bytes(w_data), w_scale, bias, offsets, order, top_k, fmt, segments)

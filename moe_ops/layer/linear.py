@@ -132,7 +132,10 @@ class Linear(Exact):
         if first.format is None:
             return cls(data, bias)
         scale = torch.cat([p.weight_scale_inv for p in parts if p.weight_scale_inv is not None])
-        return cls(QTensor(data.view(first.weight.dtype), scale, first.format, first.block, rule=first.rule), bias)
+        rule = first.rule if all(p.rule == first.rule for p in parts) else "unknown"
+        made = cls(QTensor(data.view(first.weight.dtype), scale, first.format, first.block, rule=rule), bias)
+        made.fold = all(p.fold for p in parts)
+        return made
 
     # ---- running it
 

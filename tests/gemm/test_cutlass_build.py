@@ -141,6 +141,16 @@ def test_half_a_library_is_nobodys(nvcc):
     assert not FIRST.path.exists()
 
 
+def test_env_folders_named_from_where_one_is(nvcc, monkeypatch, tmp_path):
+    nvcc()
+    monkeypatch.chdir(tmp_path)
+    for name, folder in (("CUDA_HOME", "cuda"), ("CUTLASS_PATH", "cutlass"), ("MOE_OPS_CACHE", "here")):
+        monkeypatch.setenv(name, folder)
+    assert build.build_one(FIRST).exists() and list(Path(tmp_path, "here", "cutlass").glob("*.so"))
+    monkeypatch.setenv("MOE_OPS_CACHE", "~/kept")
+    assert build.cache_dir() == Path.home() / "kept" / "cutlass"
+
+
 def test_env_nvcc_too_old_for_hopper(nvcc):
     nvcc(version="11.8")
     assert "is 11.8, and sm90a needs 12.3 or newer" in build.build_reason("sm90a")

@@ -214,6 +214,20 @@ def test_a_result_over_its_operands_is_refused(device):
     assert torch.equal(dense_gemm(both[:, :64], w, out=both[:, 64:]), dense_gemm(x, w)) and torch.equal(both[:, :64], x)
 
 
+def test_scales_that_require_grad_and_no_k(device):
+    q, w = quantize(uneven((4, 256), seed=1).to(device), "fp8_block"), quantize_weight(uneven((1, 128, 256), seed=2).to(device), "fp8_block")
+    for a, b, name in (
+        (replace(q, scale=q.scale.clone().requires_grad_()), w, "a_scale"),
+        (q, replace(w, scale=w.scale.clone().requires_grad_()), "w_scale"),
+    ):
+        with pytest.raises(ValueError, match=f"grouped_gemm: {name} requires grad"):
+            grouped_gemm(a, b, ints([0, 4], device))
+        with pytest.raises(ValueError, match=f"dense_gemm: {name} requires grad"):
+            dense_gemm(a, b[0])
+    with pytest.raises(ValueError, match="grouped_gemm: K must not be 0"):
+        grouped_gemm(torch.ones(4, 0, device=device).bfloat16(), torch.ones(1, 8, 0, device=device).bfloat16(), ints([0, 4], device))
+
+
 @pytest.mark.parametrize("impl", [None, "torch"])
 def test_autocast_leaves_sums_alone(device, impl):
     q, w = quantize(uneven((64, 1024), seed=1).to(device), "fp8_block"), quantize_weight(uneven((1, 128, 1024), seed=2).to(device), "fp8_block")

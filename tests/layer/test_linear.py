@@ -121,6 +121,14 @@ def test_mxfp8_is_folded_on_hopper(monkeypatch):
     assert relative_error(folded(x), x.float() @ w.float().T) < 0.06
 
 
+def test_cat_of_layers_that_differ_in_rule_and_fold():
+    """Scales of which only some are powers of two are not taken for such; a copy that one part does not want is not made."""
+    a, b = (Linear(quantize_weight(uneven((128, 256), seed=i), "fp8_block", rule=rule)) for i, rule in ((1, "pow2"), (2, "fp32")))
+    assert Linear.cat([a, b]).rule == "unknown" and Linear.cat([a, a]).rule == "pow2" and Linear.cat([a, b]).fold
+    b.fold = False
+    assert not Linear.cat([a, b]).fold
+
+
 def test_what_torch_does_not_count_is_made_again_when_asked(monkeypatch):
     """Writes through .data, as loaders make them."""
     monkeypatch.setenv("MOE_OPS_ARCH", "90")
