@@ -124,6 +124,8 @@ def pytest_collection_modifyitems(config, items):
         kept = [item for item in items if "gpu" in item.keywords or _takes_device(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+    if not GPUS:  # first, so that none is left when all other workers are done
+        items.sort(key=lambda item: "slow" not in item.keywords)
     for item in items:
         if "gpu" in item.keywords and not GPUS:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

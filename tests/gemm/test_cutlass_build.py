@@ -259,6 +259,7 @@ def of_real_compiler(instantiation, monkeypatch):
     return library._load(instantiation)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("instantiation", build.INSTANTIATIONS, ids=lambda i: i.name)
 def test_compiles(instantiation, monkeypatch, request):
